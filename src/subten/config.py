@@ -1,0 +1,120 @@
+"""Frozen settings of the engine: the model's shape, its rotary table, the engine's limits."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from subten.core import ConfigError, refuse
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: base `theta` and how long contexts are reached.
+
+    `kind` is default, linear, dynamic, yarn, llama3 or longrope; the other fields are the ones
+    that Hugging Face's `rope_scaling` has for that kind, None where the kind has no use for them.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float | None = None
+    original_max_len: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Shape of a decoder; sizes in elements. `num_experts` 0 means a dense FFN of `d_ffn`."""
+
+    architecture: str
+    num_layers: int
+    d_model: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    d_ffn: int
+    vocab_size: int
+    norm_eps: float
+    rope: RopeConfig
+    max_model_len: int
+    tie_word_embeddings: bool
+    has_qk_norm: bool = False
+    has_qkv_bias: bool = False
+    num_experts: int = 0
+    top_k: int = 0
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether the FFN is routed."""
+        return self.num_experts > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """What `LLM(...)` and the command line set; every field has vLLM's name where vLLM has one.
+
+    `device` auto, cpu, cuda, cuda:N; `dtype` auto, bfloat16, float32; `backend` auto, torch,
+    triton; `max_model_len` None takes the model's; `num_pages` None sizes the page pool from the
+    memory at hand: on a GPU `gpu_memory_utilization` of its memory less weights, on a CPU
+    `cpu_kv_cache_bytes`.
+    """
+
+    kv_cache_dtype: str = "bf16"
+    device: str = "auto"
+    dtype: str = "auto"
+    backend: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    num_pages: int | None = None
+    gpu_memory_utilization: float = 0.9
+    cpu_kv_cache_bytes: int = 256 * 2**20
+    enable_prefix_caching: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "cpu_kv_cache_bytes"):
+            if getattr(self, name) < 1:
+                raise refuse(ConfigError, name, getattr(self, name), "an integer of at least 1")
+        for name in ("max_model_len", "num_pages"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise refuse(ConfigError, name, value, "an integer of at least 1, or None")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise refuse(
+                ConfigError,
+                "gpu_memory_utilization",
+                self.gpu_memory_utilization,
+                "a number above 0, at most 1",
+            )
+        for name, allowed in (
+            ("dtype", ("auto", "bfloat16", "float32")),
+            ("backend", ("auto", "torch", "triton")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise refuse(ConfigError, name, getattr(self, name), ", ".join(allowed))
+
+
+def cache_dir() -> Path:
+    """Where built models are kept: SUBTEN_CACHE_DIR, or subten/ under the user's cache folder."""
+    explicit = os.environ.get("SUBTEN_CACHE_DIR")
+    if explicit is not None:
+        if not explicit:
+            raise refuse(ConfigError, "SUBTEN_CACHE_DIR", explicit, "a folder")
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "subten"

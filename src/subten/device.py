@@ -1,0 +1,77 @@
+"""What this machine can do; no other file asks."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from subten.core import ConfigError, refuse
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """One device as the engine sees it; memory in bytes."""
+
+    kind: str
+    index: int
+    name: str
+    memory_bytes: int
+    num_sms: int
+    capability: tuple[int, int]
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device as torch names it."""
+        return torch.device(self.kind, self.index) if self.kind == "cuda" else torch.device("cpu")
+
+
+def detect(name: str = "auto") -> Device:
+    """Resolve `auto`, `cpu`, `cuda` or `cuda:N` to a device; refuse one that is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return Device(
+            kind="cpu",
+            index=0,
+            name=_cpu_name(),
+            memory_bytes=_ram_bytes(),
+            num_sms=os.cpu_count() or 1,
+            capability=(0, 0),
+        )
+    kind, _, index_text = name.partition(":")
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    allowed = ", ".join(["auto", "cpu", *(f"cuda:{i}" for i in range(num_gpus))])
+    if kind != "cuda" or not (index_text or "0").isdecimal():
+        raise refuse(ConfigError, "device", name, allowed)
+    index = int(index_text or "0")
+    if index >= num_gpus:
+        raise refuse(ConfigError, "device", name, allowed)
+    properties = torch.cuda.get_device_properties(index)
+    return Device(
+        kind="cuda",
+        index=index,
+        name=properties.name,
+        memory_bytes=properties.total_memory,
+        num_sms=properties.multi_processor_count,
+        capability=(properties.major, properties.minor),
+    )
+
+
+def _ram_bytes() -> int:
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
