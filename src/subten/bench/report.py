@@ -1,0 +1,101 @@
+"""What every measurement carries: the environment it ran in, its tables, its JSON file."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from subten.core import ConfigError, refuse
+from subten.device import Device
+
+
+def environment(device: Device) -> dict[str, Any]:
+    """The machine, the versions, the commit, the date and the command of this run."""
+    import torch
+
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "device": device.kind,
+        "device_name": device.name,
+        "device_memory_bytes": device.memory_bytes,
+        "num_threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": package_version("triton"),
+        "subten": package_version("subten"),
+        "commit": _commit(),
+        "command": shlex.join(["subten", *sys.argv[1:]]),
+    }
+
+
+def package_version(name: str) -> str | None:
+    """The installed version of a package, None without it."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def write_json(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a result; a NaN or an infinity in it is our bug and raises ValueError."""
+    text = json.dumps(result, indent=2, allow_nan=False) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise refuse(ConfigError, "json", str(path), f"a writable file ({error})") from error
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns for a terminal: the first flush left, the others flush right."""
+    table = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+    lines = []
+    for row in table:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same as a Markdown table."""
+    align = [":--"] + ["--:"] * (len(header) - 1)
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, align, *rows])
+
+
+def human_bytes(num_bytes: float) -> str:
+    """Bytes with a binary unit and three significant figures: `46.1 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1000 or unit == "GiB":
+            break
+        num_bytes /= 1024
+    return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.3g} {unit}"
+
+
+def _commit() -> str | None:
+    """The commit of the source tree that runs, `-dirty` with changes; None outside a checkout."""
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():
+        return None
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()

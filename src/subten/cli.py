@@ -1,0 +1,338 @@
+"""The `subten` command: generate, chat, info, and the commands that measure and train.
+
+Heavy imports stay inside the commands, so that `subten --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from subten import __version__, cli_measure
+from subten.cli_options import (
+    DEMO,
+    BackendOption,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    KVCacheOption,
+    MaxModelLenOption,
+    ModelOption,
+    new_app,
+    print_json,
+    resolve_model,
+)
+from subten.core import RequestError, SamplingParams, refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from subten.engine.llm import LLM, Chunk, Completion
+
+app = new_app("Low-latency decoding of sparse Mixture-of-Experts models from a packed KV cache.")
+cli_measure.register(app)
+
+MaxTokensOption = Annotated[int, typer.Option("--max-tokens", help="Most tokens of the answer.")]
+TemperatureOption = Annotated[
+    float, typer.Option("--temperature", help="0 takes the most likely token each time.")
+]
+TopKOption = Annotated[int, typer.Option("--top-k", help="Keep the k likeliest tokens; 0: all.")]
+TopPOption = Annotated[
+    float, typer.Option("--top-p", help="Keep the likeliest tokens of this total probability.")
+]
+MinPOption = Annotated[
+    float, typer.Option("--min-p", help="Keep tokens of at least this share of the likeliest.")
+]
+SeedOption = Annotated[
+    int, typer.Option("--seed", help="Random numbers depend on it and the token's index alone.")
+]
+
+
+@app.callback()
+def root(
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Say on stderr what was chosen and why.")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
+    ] = False,
+) -> None:
+    """Low-latency decoding of sparse Mixture-of-Experts models from a packed KV cache."""
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(level=level, format="subten: %(message)s", stream=sys.stderr)
+    if version:
+        typer.echo(f"subten {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="[PROMPT]", help="The question; default: stdin.")
+    ] = None,
+    model: ModelOption = DEMO,
+    kv_cache_dtype: KVCacheOption = "bf16",
+    max_tokens: MaxTokensOption = 256,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option("--repetition-penalty", help="Above 1 repeats less.")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option("--presence-penalty", help="-2 to 2, once for a used token.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option("--frequency-penalty", help="-2 to 2, for each use of a token.")
+    ] = 0.0,
+    seed: SeedOption = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="End before this text; repeatable.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")
+    ] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
+    ] = False,
+    max_model_len: MaxModelLenOption = None,
+    device: DeviceOption = "auto",
+    backend: BackendOption = "auto",
+    dtype: DtypeOption = "auto",
+    json: JsonOption = False,
+) -> None:
+    """Answer one prompt.
+
+    A model with a chat template is asked through it; --raw, or a model without one, continues the
+    prompt as plain text. At the default temperature of 0 the answer is the same every time.
+
+    \b
+    Examples:
+      subten generate "Why is the sky blue?"
+      subten generate "Once upon a time" --raw --kv-cache-dtype int4 --max-tokens 64
+      subten generate "Name three rivers." --temperature 0.7 --seed 1 --json
+    """
+    if prompt is None and not sys.stdin.isatty():
+        prompt = sys.stdin.read()
+    if not prompt or not prompt.strip():
+        raise refuse(RequestError, "prompt", prompt or "", "text that is not empty")
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+    )
+    llm = _load(
+        model,
+        kv_cache_dtype=kv_cache_dtype,
+        device=device,
+        backend=backend,
+        dtype=dtype,
+        max_model_len=max_model_len,
+    )
+    if raw or not _is_chat_model(llm):
+        chunks = llm.stream(prompt, params)
+    else:
+        chunks = llm.chat_stream([{"role": "user", "content": prompt}], params)
+    completion = _write(chunks, is_quiet=json)
+    if json:
+        print_json(_completion_dict(llm, completion, model))
+    else:
+        typer.echo(f"\n\n{facts_line(completion)}")
+
+
+@app.command()
+def chat(
+    model: ModelOption = DEMO,
+    kv_cache_dtype: KVCacheOption = "bf16",
+    max_tokens: MaxTokensOption = 512,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    seed: SeedOption = 0,
+    max_model_len: MaxModelLenOption = None,
+    device: DeviceOption = "auto",
+    backend: BackendOption = "auto",
+    dtype: DtypeOption = "auto",
+) -> None:
+    """Talk with a model; the KV cache of the conversation is kept between turns.
+
+    Type /reset to begin again and /exit (or end of file) to leave. Questions may also come from a
+    pipe, one a line.
+
+    \b
+    Examples:
+      subten chat --kv-cache-dtype int4
+      printf 'My name is Ada.\\nWhat is my name?\\n' | subten chat
+    """
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+    )
+    llm = _load(
+        model,
+        kv_cache_dtype=kv_cache_dtype,
+        device=device,
+        backend=backend,
+        dtype=dtype,
+        max_model_len=max_model_len,
+    )
+    is_terminal = sys.stdin.isatty()
+    messages: list[dict[str, str]] = []
+    while True:
+        try:
+            line = input("> " if is_terminal else "").strip()
+        except EOFError:
+            break
+        if line == "/exit":
+            break
+        if line == "/reset":
+            messages.clear()
+            typer.echo("(a new conversation)")
+        elif line.startswith("/"):
+            typer.echo(f"subten: error: command: got {line!r}; allowed: /reset, /exit", err=True)
+        elif line:
+            if not is_terminal:
+                typer.echo(f"> {line}")
+            _chat_turn(llm, messages, line, params)
+
+
+def _chat_turn(llm: LLM, messages: list[dict[str, str]], line: str, params: SamplingParams) -> None:
+    """Ask and answer once; a question that cannot be served leaves the conversation as it was."""
+    messages.append({"role": "user", "content": line})
+    try:
+        completion = _write(llm.chat_stream(messages, params), is_quiet=False)
+    except RequestError as error:
+        messages.pop()
+        typer.echo(f"subten: error: {error} (/reset begins a new conversation)", err=True)
+        return
+    messages.append({"role": "assistant", "content": completion.text})
+    typer.echo(f"\n{facts_line(completion)}\n")
+
+
+@app.command()
+def info(
+    device: DeviceOption = "auto", backend: BackendOption = "auto", json: JsonOption = False
+) -> None:
+    """What this machine has, which backend each op uses, and the KV formats.
+
+    \b
+    Examples:
+      subten info
+      subten info --json
+    """
+    from subten.bench.machine import describe_machine, machine_text
+
+    found = describe_machine(device, backend)
+    if json:
+        print_json(found)
+    else:
+        typer.echo(machine_text(found))
+
+
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    },
+    add_help_option=False,
+)
+def train(ctx: typer.Context) -> None:
+    """Upcycle a dense model into a Mixture of Experts and train it (see `subten train --help`)."""
+    from subten.train.cli import app as train_app
+
+    train_app(args=ctx.args, prog_name="subten train", standalone_mode=False)
+
+
+def facts_line(completion: Completion) -> str:
+    """Latency, KV bytes and true bits of one answer, in one line for people."""
+    from subten.bench.report import human_bytes
+
+    usage = completion.usage
+    parts = [f"{usage.completion_tokens} tokens"]
+    if completion.ttft_ms is not None:
+        parts.append(f"first after {completion.ttft_ms:.0f} ms")
+    if completion.tpot_ms is not None:
+        rate = 1e3 / completion.tpot_ms
+        parts.append(f"then {completion.tpot_ms:.1f} ms a token ({rate:.1f}/s)")
+    cache = f"KV cache {completion.kv_cache_dtype}: {human_bytes(completion.kv_bytes)}"
+    if completion.kv_true_bits is not None:
+        cache += f", {completion.kv_true_bits:.2f} true bits"
+    parts.append(cache)
+    if usage.cached_tokens:
+        parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens were cached")
+    if completion.finish_reason.value == "length":
+        parts.append("ended by --max-tokens or the context length")
+    return "[" + " | ".join(parts) + "]"
+
+
+def _load(model: str, **settings: Any) -> LLM:
+    from subten.engine.llm import LLM
+
+    return LLM(resolve_model(model), **settings)
+
+
+def _is_chat_model(llm: LLM) -> bool:
+    return llm.tokenizer is not None and llm.tokenizer.chat_template is not None
+
+
+def _write(chunks: Iterator[Chunk], *, is_quiet: bool) -> Completion:
+    """Take the chunks of one answer, writing their text as it comes unless `is_quiet`."""
+    completion = None
+    for chunk in chunks:
+        if not is_quiet and chunk.text:
+            sys.stdout.write(chunk.text)
+            sys.stdout.flush()
+        completion = chunk.completion
+    assert completion is not None, "a stream without its last chunk"
+    if completion.finish_reason.value == "error":
+        typer.echo(f"subten: error: the request failed: {completion.finish_detail}", err=True)
+        raise typer.Exit(1)
+    return completion
+
+
+def _completion_dict(llm: LLM, completion: Completion, model: str) -> dict[str, Any]:
+    """What `generate --json` prints."""
+    return {
+        "model": model,
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "prompt_token_ids": list(completion.prompt_token_ids),
+        "finish_reason": completion.finish_reason.value,
+        "usage": asdict(completion.usage),
+        "ttft_ms": completion.ttft_ms,
+        "tpot_ms": completion.tpot_ms,
+        "kv_cache_dtype": completion.kv_cache_dtype,
+        "kv_true_bits": completion.kv_true_bits,
+        "kv_bytes": completion.kv_bytes,
+        "kv_bytes_per_token": llm.pool.bytes_per_token,
+        "device": str(llm.device.torch_device),
+        "device_name": llm.device.name,
+    }
+
+
+def main() -> None:
+    """Entry point of the `subten` command."""
+    app(prog_name="subten")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,348 @@
+"""The commands that measure and reckon: plan, eval kv, bench latency."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from subten.cli_options import (
+    DEMO,
+    BackendOption,
+    DeviceOption,
+    DtypeOption,
+    JsonFileOption,
+    JsonOption,
+    KVCacheOption,
+    KVCachesOption,
+    MaxModelLenOption,
+    ModelOption,
+    new_app,
+    print_json,
+    progress,
+    resolve_model,
+)
+from subten.core import ConfigError, refuse
+
+if TYPE_CHECKING:
+    from subten.bench.plan import Plan
+    from subten.config import ModelConfig
+
+eval_app = new_app("Measure quality.")
+bench_app = new_app("Measure speed.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to the `subten` command."""
+    app.command()(plan)
+    app.add_typer(eval_app, name="eval")
+    app.add_typer(bench_app, name="bench")
+
+
+@eval_app.callback()
+def eval_group() -> None:
+    """Measure quality."""
+
+
+@bench_app.callback()
+def bench_group() -> None:
+    """Measure speed."""
+
+
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Folder, .gguf file, hub name, demo or demo-dense."),
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="mixtral-8x7b, qwen3-30b-a3b or llama-3-70b.")
+    ] = None,
+    kv_cache_dtype: KVCacheOption = "bf16",
+    context_len: Annotated[int, typer.Option(help="Tokens in the cache of one sequence.")] = 8192,
+    batch_size: Annotated[int, typer.Option(help="Sequences decoded together.")] = 1,
+    quantization: Annotated[
+        str, typer.Option(help="Weights: none (16 bits), fp8 or int4.")
+    ] = "none",
+    bandwidth: Annotated[
+        float | None, typer.Option(help="Memory bandwidth, 1e12 bytes/s; default: an H200's.")
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option(help="Memory, 1e9 bytes; default: this GPU's or an H200's.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Bytes that one token costs, the time floor that follows, and whether it all fits.
+
+    \b
+    Examples:
+      subten plan --shape qwen3-30b-a3b --kv-cache-dtype int4 --context-len 32768
+      subten plan --shape mixtral-8x7b --quantization fp8 --batch-size 8 --json
+    """
+    from subten.bench.plan import H200_BANDWIDTH_TBPS, Workload, make_plan
+    from subten.codecs import kv_format
+
+    config = _planned_config(model, shape)
+    result = make_plan(
+        config,
+        Workload(
+            context_len=context_len,
+            batch_size=batch_size,
+            quantization=quantization,
+            bandwidth_tbps=H200_BANDWIDTH_TBPS if bandwidth is None else bandwidth,
+            memory_bytes=_default_memory() if memory is None else memory * 1e9,
+        ),
+        kv_cache_dtype=kv_cache_dtype,
+        kv_true_bits=kv_format(kv_cache_dtype, config.head_dim).true_bits,
+    )
+    name = model or shape or ""
+    if json:
+        print_json({"model": name, **result.as_dict()})
+    else:
+        typer.echo(plan_text(name, config, result))
+
+
+def plan_text(name: str, config: ModelConfig, plan: Plan) -> str:
+    """A plan for people."""
+    from subten.bench.report import human_bytes
+
+    experts = ""
+    if config.is_moe:
+        experts = f", about {plan.experts_per_layer:.3g} of {config.num_experts} experts a layer"
+    share = plan.kv_bytes_per_step / (plan.kv_bytes_per_step + plan.weight_bytes_per_step)
+    per_token = plan.floor_ms / plan.batch_size
+    lines = [
+        f"{name}: {plan.batch_size} x {plan.context_len} tokens, weights "
+        f"{plan.quantization}, KV cache {plan.kv_cache_dtype} ({plan.kv_true_bits:.3f} true bits)",
+        "",
+        "read by one decode step",
+        f"  weights      {human_bytes(plan.weight_bytes_per_step):>10}{experts}",
+        f"  KV cache     {human_bytes(plan.kv_bytes_per_step):>10}, {share:.0%} of all",
+        f"  each token   {human_bytes(plan.bytes_per_token):>10}",
+        "",
+        f"floor at {plan.bandwidth_tbps:g} TB/s: {plan.floor_ms:.2f} ms a step, "
+        f"{per_token:.3g} ms for each of its {plan.batch_size} tokens",
+        "",
+        "held in memory",
+        f"  weights      {human_bytes(plan.weight_bytes):>10}",
+        f"  KV cache     {human_bytes(plan.kv_bytes):>10}, "
+        f"{plan.kv_bytes_per_token:,.0f} bytes a token",
+        f"  together     {human_bytes(plan.weight_bytes + plan.kv_bytes):>10} of "
+        f"{human_bytes(plan.usable_bytes)} usable: {'fits' if plan.is_fitting else 'DOES NOT FIT'}",
+    ]
+    return "\n".join(lines)
+
+
+def _planned_config(model: str | None, shape: str | None) -> ModelConfig:
+    if (model is None) == (shape is None):
+        given = "neither" if model is None else "both"
+        raise refuse(ConfigError, "model, shape", given, "one of --model and --shape")
+    if shape is not None:
+        from subten.bench.plan import get_shape
+
+        return get_shape(shape)
+    from subten.models import read_config
+    from subten.weights.load import open_checkpoint
+
+    assert model is not None
+    checkpoint, source = open_checkpoint(resolve_model(model))
+    return read_config(checkpoint.config, source=source)[1]
+
+
+def _default_memory() -> float:
+    from subten.bench.plan import H200_MEMORY_BYTES
+    from subten.device import detect
+
+    found = detect()
+    return float(found.memory_bytes if found.kind == "cuda" else H200_MEMORY_BYTES)
+
+
+@eval_app.command("kv")
+def eval_kv(
+    text: Annotated[
+        Path, typer.Option(exists=True, dir_okay=False, readable=True, help="UTF-8 text file.")
+    ],
+    model: ModelOption = DEMO,
+    kv_cache_dtype: KVCachesOption = "bf16,fp8,int8,int4,fp4",
+    window: Annotated[int, typer.Option(help="Tokens read together; windows are apart.")] = 1024,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Take the first N tokens of the text; default: all.")
+    ] = None,
+    device: DeviceOption = "auto",
+    backend: BackendOption = "auto",
+    dtype: DtypeOption = "auto",
+    json: JsonFileOption = None,
+) -> None:
+    """Perplexity and KL divergence of KV formats on a text, against a bf16 cache.
+
+    The same weights read the same windows once per format; prompt and continuation alike see
+    encoded keys and values only.
+
+    \b
+    Examples:
+      subten eval kv --text wiki.txt --kv-cache-dtype int4,fp4 --max-tokens 8192
+      subten eval kv --model demo-dense --text wiki.txt --json quality.json
+    """
+    from subten.bench.quality import evaluate_kv
+    from subten.bench.report import environment, write_json
+    from subten.device import detect
+    from subten.weights.load import load_model
+
+    found = detect(device)
+    codecs = _codec_list(kv_cache_dtype)
+    if max_tokens is not None and max_tokens < 2:
+        raise refuse(ConfigError, "max_tokens", max_tokens, "an integer of at least 2")
+    loaded = load_model(
+        resolve_model(model),
+        device=found.torch_device,
+        dtype=dtype,
+        backend=backend,
+        kv_cache_dtype="bf16",
+    )
+    if loaded.tokenizer is None:
+        raise refuse(ConfigError, "model", model, "a model with a tokenizer")
+    try:
+        content = text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise refuse(ConfigError, "text", str(text), f"UTF-8 text ({error})") from error
+    token_ids = loaded.tokenizer.encode(content)[:max_tokens]
+    with progress(f"Reading {len(token_ids)} tokens") as update:
+        rows = evaluate_kv(
+            loaded.model,
+            token_ids,
+            codecs=codecs,
+            window=window,
+            progress=lambda share: update(share, ""),
+        )
+    result = {
+        "kind": "kv_quality",
+        "model": model,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "text": text.name,
+        "window": window,
+        "num_tokens": len(token_ids),
+        "environment": environment(found),
+        "results": [row.as_dict() for row in rows],
+    }
+    typer.echo(quality_text(result))
+    if json is not None:
+        write_json(json, result)
+
+
+def quality_text(result: dict[str, Any]) -> str:
+    """A quality table for people."""
+    from subten.bench.report import text_table
+
+    rows = [
+        [
+            row["kv_cache_dtype"],
+            f"{row['kv_true_bits']:.3f}",
+            f"{row['perplexity']:.3f}",
+            f"{(row['perplexity_ratio'] - 1) * 100:+.2f} %",
+            f"{row['kld_mean']:.5f}",
+            f"{row['kld_p999']:.4f}",
+            f"{row['top1_agreement'] * 100:.2f} %",
+        ]
+        for row in result["results"]
+    ]
+    header = ["KV cache", "true bits", "perplexity", "change", "KLD mean", "KLD 99.9 %", "top-1"]
+    return (
+        f"{result['model']} on {result['text']}: {result['num_tokens']} tokens in windows of "
+        f"{result['window']}, {result['dtype']} weights\n\n{text_table(header, rows)}"
+    )
+
+
+@bench_app.command("latency")
+def bench_latency(
+    model: ModelOption = DEMO,
+    prompt_len: Annotated[int, typer.Option(help="Tokens of each random prompt.")] = 128,
+    output_len: Annotated[int, typer.Option(help="Tokens generated for each.")] = 64,
+    batch_size: Annotated[int, typer.Option(help="Requests at a time.")] = 1,
+    kv_cache_dtype: KVCachesOption = "bf16,int4",
+    num_iters: Annotated[int, typer.Option(help="Runs that count.")] = 10,
+    num_warmup: Annotated[int, typer.Option(help="Runs before them that do not.")] = 2,
+    max_model_len: MaxModelLenOption = None,
+    device: DeviceOption = "auto",
+    backend: BackendOption = "auto",
+    dtype: DtypeOption = "auto",
+    json: JsonFileOption = None,
+) -> None:
+    """Time to first token and time per output token, with p50, p90, p99 and sample counts.
+
+    \b
+    Examples:
+      subten bench latency --prompt-len 512 --output-len 128
+      subten bench latency --kv-cache-dtype bf16,int4 --batch-size 8 --json latency.json
+    """
+    from subten.bench.latency import LatencyShape, measure_latency
+    from subten.bench.report import environment, write_json
+    from subten.engine.llm import LLM
+
+    shape = LatencyShape(
+        prompt_len=prompt_len,
+        output_len=output_len,
+        batch_size=batch_size,
+        num_iters=num_iters,
+        num_warmup=num_warmup,
+    )
+    source = resolve_model(model)
+    results, record = [], {}
+    for codec in _codec_list(kv_cache_dtype):
+        with (
+            LLM(
+                source,
+                kv_cache_dtype=codec,
+                device=device,
+                backend=backend,
+                dtype=dtype,
+                max_model_len=max_model_len,
+            ) as llm,
+            progress(f"Measuring {codec}") as update,
+        ):
+            record = environment(llm.device)
+            results.append(measure_latency(llm, shape, progress=lambda share: update(share, "")))
+    result = {"kind": "latency", "model": model, "environment": record, "results": results}
+    typer.echo(latency_text(result))
+    if json is not None:
+        write_json(json, result)
+
+
+def latency_text(result: dict[str, Any]) -> str:
+    """A latency table for people."""
+    from subten.bench.report import human_bytes, text_table
+
+    def cells(row: dict[str, Any], name: str) -> list[str]:
+        return [f"{row[name][p]:.2f}" for p in ("p50", "p90", "p99")]
+
+    rows = [
+        [
+            row["kv_cache_dtype"],
+            *cells(row, "ttft_ms"),
+            *cells(row, "tpot_ms"),
+            f"{row['output_tokens_per_s']:.1f}",
+            human_bytes(row["peak_memory_bytes"]),
+            str(row["tpot_ms"]["num_samples"]),
+        ]
+        for row in result["results"]
+    ]
+    header = ["KV cache", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99"]
+    header += ["tokens/s", "peak memory", "samples"]
+    first = result["results"][0]
+    return (
+        f"{result['model']} on {result['environment']['device_name']}: prompt "
+        f"{first['prompt_len']}, output {first['output_len']}, batch {first['batch_size']}; "
+        f"milliseconds\n\n{text_table(header, rows)}"
+    )
+
+
+def _codec_list(text: str) -> list[str]:
+    """The codecs of a comma-separated list; unknown and repeated ones are refused."""
+    from subten.codecs import CODECS
+
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in CODECS:
+            raise refuse(ConfigError, "kv_cache_dtype", name, ", ".join(CODECS))
+    if len(set(names)) != len(names):
+        raise refuse(ConfigError, "kv_cache_dtype", text, "each codec once")
+    return names

@@ -1,0 +1,144 @@
+"""What the commands share: their options, the demo models, progress, errors in one line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from subten.core import UserError
+
+DEMO = "demo"
+DEMO_DENSE = "demo-dense"
+"""Names that `--model` takes besides a folder, a .gguf file and a Hugging Face repository: the
+demo MoE, and the dense model that it was made from."""
+
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="Folder, .gguf file, Hugging Face repository, 'demo' or 'demo-dense'.",
+    ),
+]
+KVCacheOption = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache-dtype",
+        metavar="CODEC",
+        help="KV cache format: bf16, fp8, int8, int4, fp4 and more (see `subten info`).",
+    ),
+]
+KVCachesOption = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache-dtype",
+        metavar="CODEC,...",
+        help="KV cache formats, separated by commas (see `subten info`).",
+    ),
+]
+DeviceOption = Annotated[
+    str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")
+]
+BackendOption = Annotated[
+    str,
+    typer.Option("--backend", metavar="BACKEND", help="auto, torch or triton; auto: by device."),
+]
+DtypeOption = Annotated[
+    str, typer.Option("--dtype", metavar="DTYPE", help="auto, bfloat16 or float32.")
+]
+MaxModelLenOption = Annotated[
+    int | None,
+    typer.Option("--max-model-len", help="Longest prompt plus answer; default: the model's."),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object instead of text for people.")
+]
+JsonFileOption = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON.")
+]
+
+
+class ErrorGroup(TyperGroup):
+    """Commands whose UserErrors end in one line on stderr and exit code 2, without traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            typer.echo(f"subten: error: {error}", err=True)
+            raise typer.Exit(2) from None
+
+
+def new_app(help_text: str) -> typer.Typer:
+    """A group of commands with the errors and the plain help of this command line."""
+    return typer.Typer(
+        cls=ErrorGroup,
+        help=help_text,
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """One JSON object on one line; never NaN."""
+    sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
+
+
+def resolve_model(name: str) -> str:
+    """What the loader takes for `--model`; builds the demo MoE on first use, with progress."""
+    from subten.config import cache_dir
+    from subten.weights.upcycled import demo_model, find_demo_gguf
+
+    if name == DEMO_DENSE:
+        return str(find_demo_gguf())
+    if name != DEMO:
+        return name
+    with progress("Building the demo model, once") as update:
+        return str(demo_model(cache_dir(), lambda what, share: update(share, what)))
+
+
+Update = Callable[[float, str], None]
+"""Tells a progress bar the share done (0 to 1) and what is being done."""
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Update]:
+    """A progress bar on stderr from its first update to the end of the block.
+
+    Without a terminal it is one line at the start and one at the end.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), Remaining())
+    bar = Progress(*columns, console=console, transient=True)
+    task = bar.add_task(title, total=1.0)
+    is_started = False
+
+    def update(share: float, what: str) -> None:
+        nonlocal is_started
+        if not is_started and console.is_terminal:
+            bar.start()
+        elif not is_started:
+            typer.echo(f"{title} ...", err=True)
+        is_started = True
+        bar.update(task, completed=share, description=f"{title}: {what}" if what else title)
+
+    try:
+        yield update
+    finally:
+        if is_started and console.is_terminal:
+            bar.stop()

@@ -1,0 +1,319 @@
+"""`LLM`: a model, its engine and its tokenizer behind generate, stream and chat."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from subten.cache.allocator import PageAllocator
+from subten.cache.pool import PagePool
+from subten.config import EngineConfig
+from subten.core import (
+    ConfigError,
+    Request,
+    RequestError,
+    SamplingParams,
+    TokenEvent,
+    UserError,
+    refuse,
+)
+from subten.engine.completion import Chunk, Completion, Usage
+from subten.engine.engine import Engine, RequestRecord
+from subten.engine.prompts import (
+    Prompt,
+    as_prompts,
+    as_sampling_params,
+    as_token_ids,
+    check_stop_ids,
+)
+from subten.engine.resolve import resolve_limits, resolve_placement
+from subten.engine.runner import Runner
+from subten.engine.scheduler import Scheduler
+from subten.engine.stop import TextOutput
+from subten.weights.load import LoadedModel, load_model
+
+
+@dataclass(kw_only=True, slots=True)
+class _Live:
+    """A request that someone waits for."""
+
+    record: RequestRecord
+    output: TextOutput
+    chunks: deque[Chunk] = field(default_factory=deque)
+    completion: Completion | None = None
+
+
+class LLM:
+    """A model ready to continue text; instances are independent of one another.
+
+    `model` is a folder, a GGUF file or a name that `load_model` knows, or a model it has loaded.
+    The other parameters are the fields of `EngineConfig`. Calls from several threads at a time are
+    not supported; several open streams in one thread are.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel,
+        *,
+        kv_cache_dtype: str = "bf16",
+        device: str = "auto",
+        dtype: str = "auto",
+        backend: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        num_pages: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        cpu_kv_cache_bytes: int = 256 * 2**20,
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.config = EngineConfig(
+            kv_cache_dtype=kv_cache_dtype,
+            device=device,
+            dtype=dtype,
+            backend=backend,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            num_pages=num_pages,
+            gpu_memory_utilization=gpu_memory_utilization,
+            cpu_kv_cache_bytes=cpu_kv_cache_bytes,
+            enable_prefix_caching=enable_prefix_caching,
+            seed=seed,
+        )
+        self._start(model)
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Continue one or many prompts, texts or token ids; completions in the prompts' order.
+
+        One SamplingParams serves all prompts, a list has one for each. All prompts are checked
+        before the first is started: RequestError names the prompt, what came and what is allowed.
+        `max_tokens` beyond the room that is left ends with LENGTH when the room is used up.
+        """
+        batch = as_prompts(prompts)
+        params = as_sampling_params(sampling_params, len(batch))
+        names = [f"prompts[{i}]" for i in range(len(batch))]
+        ids = [
+            self._encode(prompt, p, name=name)
+            for prompt, p, name in zip(batch, params, names, strict=True)
+        ]
+        return self._complete(list(zip(ids, params, strict=True)))
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[Chunk]:
+        """Continue one prompt, a chunk for each token; closing the iterator cancels the request.
+
+        A bad prompt raises RequestError here, not at the first chunk.
+        """
+        params = sampling_params or SamplingParams()
+        return self._chunks(self._encode(prompt, params, name="prompt"), params)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+    ) -> Completion:
+        """The assistant's next message in a conversation of {"role", "content"} messages.
+
+        With prefix caching the pages of earlier turns are found again, in whole pages of 64 tokens.
+        """
+        params = sampling_params or SamplingParams()
+        return self._complete([(self._encode_chat(messages, params), params)])[0]
+
+    def chat_stream(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+    ) -> Iterator[Chunk]:
+        """`chat`, a chunk for each token."""
+        params = sampling_params or SamplingParams()
+        return self._chunks(self._encode_chat(messages, params), params)
+
+    def close(self) -> None:
+        """End every request and let go of weights and pages; the instance is of no use after it."""
+        for live in list(self._live.values()):
+            self._drop(live)
+        self._is_open = False
+        del self.engine, self.pool, self.loaded
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._is_open:
+            self.close()
+
+    def _start(self, model: str | Path | LoadedModel) -> None:
+        config = self.config
+        placement = resolve_placement(config)
+        if isinstance(model, LoadedModel):
+            self.loaded = model
+        else:
+            self.loaded = load_model(
+                model,
+                device=placement.device.torch_device,
+                dtype=placement.dtype,
+                ops=placement.ops,
+                kv_cache_dtype=config.kv_cache_dtype,
+            )
+        self.model_config = self.loaded.config
+        self.tokenizer = self.loaded.tokenizer
+        self.device = placement.device
+        self.ops = placement.ops
+        fmt = self.loaded.model.fmt
+        if fmt.codec.name != config.kv_cache_dtype:
+            raise refuse(
+                ConfigError,
+                "kv_cache_dtype",
+                config.kv_cache_dtype,
+                f"{fmt.codec.name}, for which the model was loaded",
+            )
+        limits = resolve_limits(config, self.model_config, fmt, placement.device)
+        self.max_model_len = limits.max_model_len
+        self.pool = PagePool(
+            num_layers=self.model_config.num_layers,
+            num_pages=limits.num_pages,
+            num_kv_heads=self.model_config.num_kv_heads,
+            fmt=fmt,
+            device=placement.device.torch_device,
+        )
+        scheduler = Scheduler(
+            PageAllocator(limits.num_pages, config.enable_prefix_caching),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=limits.max_model_len,
+        )
+        runner = Runner(
+            self.loaded.model,
+            self.pool,
+            sample=placement.ops.sample,
+            vocab_size=self.model_config.vocab_size,
+            device=placement.device.torch_device,
+        )
+        self.engine = Engine(scheduler, runner)
+        self._live: dict[str, _Live] = {}
+        self._request_numbers = itertools.count()
+        self._seeds = random.Random(config.seed)
+        self._is_open = True
+
+    def _encode(self, prompt: Prompt, params: SamplingParams, *, name: str) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise RequestError(f"{name}: got an empty text; allowed: at least one character")
+            prompt = self.tokenizer.encode(prompt)
+        return self._check(prompt, params, name=name)
+
+    def _encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams
+    ) -> tuple[int, ...]:
+        if not messages:
+            raise RequestError("messages: got none; allowed: at least one")
+        return self._check(self.tokenizer.encode_chat(messages), params, name="messages")
+
+    def _check(
+        self, token_ids: Sequence[int], params: SamplingParams, *, name: str
+    ) -> tuple[int, ...]:
+        if not self._is_open:
+            raise UserError("LLM: closed; allowed: calls before close()")
+        vocab_size = self.model_config.vocab_size
+        checked = as_token_ids(token_ids, name=name, vocab_size=vocab_size)
+        self.engine.scheduler.check_fits(len(checked), name=name)
+        check_stop_ids(params, vocab_size=vocab_size)
+        return checked
+
+    def _submit(self, token_ids: tuple[int, ...], params: SamplingParams) -> _Live:
+        request = Request(
+            request_id=f"request-{next(self._request_numbers)}",
+            prompt_token_ids=token_ids,
+            sampling=params,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+        )
+        output = TextOutput(self.tokenizer.stream(), params.stop)
+        live = _Live(record=self.engine.add(request, output), output=output)
+        self._live[request.request_id] = live
+        return live
+
+    def _complete(self, asked: list[tuple[tuple[int, ...], SamplingParams]]) -> list[Completion]:
+        lives = [self._submit(token_ids, params) for token_ids, params in asked]
+        try:
+            while any(live.completion is None for live in lives):
+                self._step()
+        finally:
+            for live in lives:
+                self._drop(live)
+        return [live.completion for live in lives if live.completion is not None]
+
+    def _chunks(self, token_ids: tuple[int, ...], params: SamplingParams) -> Iterator[Chunk]:
+        live = self._submit(token_ids, params)
+        try:
+            while live.completion is None or live.chunks:
+                while not live.chunks:
+                    self._step()
+                yield live.chunks.popleft()
+        finally:
+            self._drop(live)
+
+    def _step(self) -> None:
+        """One step of the engine; its events go to whoever waits for them."""
+        for event in self.engine.step():
+            live = self._live.get(event.request_id)
+            # A request that its caller gave up has no one left to tell.
+            if live is not None:
+                live.chunks.append(self._chunk(live, event))
+
+    def _drop(self, live: _Live) -> None:
+        request_id = live.record.sequence.request.request_id
+        if self._live.pop(request_id, None) is not None and live.completion is None:
+            self.engine.cancel(request_id)
+
+    def _chunk(self, live: _Live, event: TokenEvent) -> Chunk:
+        text = live.output.take()
+        if event.finish_reason is not None:
+            live.completion = self._completion(live, event)
+        return Chunk(
+            text=text,
+            token_id=event.token_id,
+            finish_reason=event.finish_reason,
+            completion=live.completion,
+        )
+
+    def _completion(self, live: _Live, event: TokenEvent) -> Completion:
+        record, sequence = live.record, live.record.sequence
+        assert event.finish_reason is not None
+        return Completion(
+            text=live.output.text,
+            token_ids=tuple(sequence.token_ids[sequence.num_prompt :]),
+            prompt_token_ids=sequence.request.prompt_token_ids,
+            finish_reason=event.finish_reason,
+            finish_detail=event.finish_detail,
+            usage=Usage(
+                prompt_tokens=sequence.num_prompt,
+                completion_tokens=sequence.num_output,
+                total_tokens=len(sequence.token_ids),
+                cached_tokens=record.num_cached or 0,
+            ),
+            timings=record.timings,
+            kv_cache_dtype=self.pool.fmt.codec.name,
+            kv_true_bits=self.pool.true_bits(
+                num_pages=record.num_pages, num_tokens=record.num_kv_tokens
+            ),
+            kv_bytes=self.pool.bytes_used(record.num_pages),
+        )

@@ -1,0 +1,140 @@
+"""What "auto" and None in an EngineConfig mean on this machine; decided once, one log line each."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from subten.cache.pool import bytes_per_page
+from subten.codecs import KVFormat
+from subten.config import EngineConfig, ModelConfig
+from subten.core import PAGE_SIZE, ConfigError, refuse
+from subten.device import Device, detect
+from subten.kernels import Ops, select_ops
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Where the model runs and on what: decided before its weights are read."""
+
+    device: Device
+    dtype: torch.dtype
+    ops: Ops
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Size of the page pool, and the tokens that one sequence may reach."""
+
+    num_pages: int
+    max_model_len: int
+
+
+def resolve_placement(config: EngineConfig) -> Placement:
+    """Device, dtype and ops; ConfigError for one that this machine does not have.
+
+    dtype auto is bfloat16 everywhere: it has float32's range, so no checkpoint overflows in it.
+    """
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise refuse(
+            ConfigError,
+            "max_num_batched_tokens",
+            config.max_num_batched_tokens,
+            f"at least max_num_seqs ({config.max_num_seqs}), one token a step for each sequence",
+        )
+    device = detect(config.device)
+    logger.info("device: %s -> %s (%s)", config.device, device.torch_device, device.name)
+    dtype = _DTYPES["bfloat16" if config.dtype == "auto" else config.dtype]
+    logger.info("dtype: %s -> %s", config.dtype, dtype)
+    ops = select_ops(config.backend, device.torch_device)
+    served = ", ".join(f"{op} {backend}" for op, backend in ops.backend.items())
+    logger.info("backend: %s -> %s", config.backend, served)
+    return Placement(device=device, dtype=dtype, ops=ops)
+
+
+def resolve_limits(
+    config: EngineConfig, model: ModelConfig, fmt: KVFormat, device: Device
+) -> Limits:
+    """Pages and context length; call it with the weights in memory.
+
+    The context length never exceeds the pool: a lower one is logged as a warning.
+    """
+    max_model_len = config.max_model_len or model.max_model_len
+    if max_model_len > model.max_model_len:
+        raise refuse(
+            ConfigError,
+            "max_model_len",
+            max_model_len,
+            f"1 to {model.max_model_len} (the model's own), or None",
+        )
+    num_pages = config.num_pages
+    if num_pages is None:
+        num_pages = _affordable_pages(config, model, fmt, device)
+        # More pages than all sequences at full length would never be used.
+        num_pages = min(num_pages, config.max_num_seqs * -(-max_model_len // PAGE_SIZE))
+    page_bytes = bytes_per_page(model.num_layers, model.num_kv_heads, fmt)
+    logger.info(
+        "num_pages: %s -> %d (%d tokens, %.1f MiB in %s)",
+        "auto" if config.num_pages is None else config.num_pages,
+        num_pages,
+        num_pages * PAGE_SIZE,
+        num_pages * page_bytes / 2**20,
+        fmt.codec.name,
+    )
+    if max_model_len > num_pages * PAGE_SIZE:
+        logger.warning(
+            "max_model_len: %d lowered to %d, all that %d pages hold",
+            max_model_len,
+            num_pages * PAGE_SIZE,
+            num_pages,
+        )
+        max_model_len = num_pages * PAGE_SIZE
+    return Limits(num_pages=num_pages, max_model_len=max_model_len)
+
+
+def _affordable_pages(
+    config: EngineConfig, model: ModelConfig, fmt: KVFormat, device: Device
+) -> int:
+    page_bytes = bytes_per_page(model.num_layers, model.num_kv_heads, fmt)
+    if device.kind == "cpu":
+        if config.cpu_kv_cache_bytes < page_bytes:
+            raise refuse(
+                ConfigError,
+                "cpu_kv_cache_bytes",
+                config.cpu_kv_cache_bytes,
+                f"at least {page_bytes}, one page of {PAGE_SIZE} tokens",
+            )
+        return config.cpu_kv_cache_bytes // page_bytes
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device.torch_device)
+    used_bytes = total_bytes - free_bytes
+    step_bytes = _step_bytes(config, model)
+    budget_bytes = int(config.gpu_memory_utilization * total_bytes) - used_bytes - step_bytes
+    if budget_bytes < page_bytes:
+        raise refuse(
+            ConfigError,
+            "gpu_memory_utilization",
+            config.gpu_memory_utilization,
+            f"more: {used_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB are taken, a step "
+            f"needs {step_bytes / 2**30:.1f} and one page {page_bytes / 2**30:.3f}",
+        )
+    return budget_bytes // page_bytes
+
+
+def _step_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Upper estimate of what one step allocates besides pages, in bytes.
+
+    A token: residual, normed input and their FP32 copies (8 d_model), q, k, v and the attention
+    output, gate, up and their product for each chosen expert. A sequence: four FP32 rows of logits
+    (raw, penalised, filtered, sorted). FP32 throughout, which is twice what bfloat16 takes.
+    """
+    num_ffn = max(model.top_k, 1) * 3 * model.d_ffn
+    num_attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    token_bytes = 4 * (8 * model.d_model + num_attention + num_ffn)
+    logits_bytes = 4 * 4 * model.vocab_size
+    return config.max_num_batched_tokens * token_bytes + config.max_num_seqs * logits_bytes

@@ -1,0 +1,162 @@
+"""From a batch of integers to one token a sequence; the only owner of device state.
+
+Letters: S sequences of the batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from subten.cache.pool import PagePool
+from subten.core import Batch, BatchItem, Sequence
+from subten.engine.scheduler import BAD_LOGITS
+from subten.kernels.sample import SamplingTensors
+from subten.kernels.step import StepTensors, make_step
+
+Model = Callable[[StepTensors, torch.Tensor], torch.Tensor]
+"""`model(step, pages_LPGB) -> logits_SV` float32, as `models.decoder.Decoder` has it."""
+
+
+@dataclass(slots=True)
+class _TokenCounts:
+    """What penalties know of one sequence: tokens of its prompt, and counts of its output."""
+
+    prompt_mask_V: torch.Tensor
+    output_count_V: torch.Tensor
+    num_counted: int
+
+
+class Runner:
+    """Runs batches: tensors in, forward, sample, one small copy back."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: PagePool,
+        *,
+        sample: Callable[..., Any],
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._sample = sample
+        self._vocab_size = vocab_size
+        self._device = device
+        self._counts: dict[str, _TokenCounts] = {}
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> list[int | None]:
+        """Compute a batch; for each item its next token, or None while its prompt is unfinished.
+
+        An item whose logits are NaN or have no finite value gives BAD_LOGITS, unfinished or not.
+        """
+        tokens: list[int | None] = []
+        for items in self._groups(batch):
+            tokens.extend(self._run_group(items))
+        return tokens
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept for a request that ended."""
+        self._counts.pop(request_id, None)
+
+    def _groups(self, batch: Batch) -> list[list[BatchItem]]:
+        """Items that share a forward pass, in the batch's order.
+
+        On a GPU all of them. On a CPU prefills gain nothing from company, and alone they keep a
+        sequence's arithmetic independent of its neighbours (the matrix product takes another way,
+        with other rounding, when a call has more rows).
+        """
+        if self._device.type != "cpu":
+            return [list(batch.items)] if batch.items else []
+        groups: list[list[BatchItem]] = []
+        for item in batch.items:
+            if item.num_tokens == 1 and groups and groups[-1][-1].num_tokens == 1:
+                groups[-1].append(item)
+            else:
+                groups.append([item])
+        return groups
+
+    def _run_group(self, items: list[BatchItem]) -> list[int | None]:
+        step = make_step(
+            token_ids=[i.sequence.token_ids[i.start : i.start + i.num_tokens] for i in items],
+            starts=[i.start for i in items],
+            page_ids=[i.sequence.page_ids for i in items],
+            device=self._device,
+        )
+        logits_SV = self._model(step, self._pool.pages_LPGB)
+        sequences = [item.sequence for item in items]
+        token_S, is_ok_S = self._sample(logits_SV, self._sampling_tensors(sequences))
+        sampled = torch.where(is_ok_S, token_S, BAD_LOGITS).tolist()
+        return [
+            token if item.needs_token or token == BAD_LOGITS else None
+            for item, token in zip(items, sampled, strict=True)
+        ]
+
+    def _sampling_tensors(self, sequences: list[Sequence]) -> SamplingTensors:
+        params = [sequence.request.sampling for sequence in sequences]
+        numbers = self._tensor(
+            [
+                [p.temperature for p in params],
+                [p.top_p for p in params],
+                [p.min_p for p in params],
+                [p.repetition_penalty for p in params],
+                [p.presence_penalty for p in params],
+                [p.frequency_penalty for p in params],
+            ],
+            torch.float32,
+        )
+        # Integers travel apart: float32 would round seeds, and equal seeds must stay equal.
+        integers = self._tensor(
+            [
+                [max(p.top_k, 0) for p in params],
+                [sequence.request.seed for sequence in sequences],
+                [sequence.num_output for sequence in sequences],
+            ],
+            torch.int64,
+        )
+        base = {
+            "temperature_S": numbers[0],
+            "top_p_S": numbers[1],
+            "min_p_S": numbers[2],
+            "top_k_S": integers[0],
+            "seed_S": integers[1],
+            "index_S": integers[2],
+        }
+        if not any(p.has_penalties for p in params):
+            return SamplingTensors(**base)
+        counts = [self._count(sequence) for sequence in sequences]
+        return SamplingTensors(
+            **base,
+            repetition_S=numbers[3],
+            presence_S=numbers[4],
+            frequency_S=numbers[5],
+            prompt_mask_SV=torch.stack([c.prompt_mask_V for c in counts]),
+            output_count_SV=torch.stack([c.output_count_V for c in counts]),
+        )
+
+    def _count(self, sequence: Sequence) -> _TokenCounts:
+        """Bring the counts of a sequence up to its last token; usually one token to add."""
+        request_id = sequence.request.request_id
+        counts = self._counts.get(request_id)
+        if counts is None:
+            prompt = self._tensor(sequence.token_ids[: sequence.num_prompt], torch.int64)
+            prompt_mask_V = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
+            prompt_mask_V[prompt] = True
+            counts = self._counts[request_id] = _TokenCounts(
+                prompt_mask_V=prompt_mask_V,
+                output_count_V=torch.zeros_like(prompt_mask_V, dtype=torch.int32),
+                num_counted=sequence.num_prompt,
+            )
+        fresh = self._tensor(sequence.token_ids[counts.num_counted :], torch.int64)
+        one = torch.ones_like(fresh, dtype=torch.int32)
+        counts.output_count_V.index_add_(0, fresh, one)
+        counts.num_counted = len(sequence.token_ids)
+        return counts
+
+    def _tensor(self, values: list[Any], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)

@@ -1,0 +1,572 @@
+"""`attend`: attention over paged keys and values that stay encoded in memory.
+
+Letters: T tokens of the step, H query heads, G KV heads, D head_dim, P pages (of the pool in
+`pages_PGB`, of one sequence in `page_table_SP`), B bytes of a page, S sequences, Q query tiles,
+N key positions, M rows of a tile (query tokens x heads of one KV head), Z splits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from subten.codecs import KVFormat
+from subten.core import PAGE_SIZE
+from subten.device import detect
+from subten.kernels.kv_append import (
+    check_pages,
+    check_rotation,
+    page_planes,
+    rotate_rows,
+    rotation_stages,
+)
+from subten.kernels.step import QUERY_TILE, StepTensors
+from subten.kernels.triton_shim import tl, triton, triton_jit
+
+
+def attend(
+    q_THD: torch.Tensor,
+    pages_PGB: torch.Tensor,
+    fmt: KVFormat,
+    step: StepTensors,
+    *,
+    scale: float,
+    rotation_DD: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of each token over its sequence's pages; returns `out_THD` in q's dtype.
+
+    A query at position p sees positions 0..p below `step.kv_len_S`. Query head h reads KV head
+    h * G // H. Decode and prefill, in any mix; one launch, and a merge where pages are split.
+    A sequence with kv_len 0 (padding) gets zeros; a tile with `tile_seq_Q` -1 is skipped and its
+    tokens, like tokens of no tile, are left unwritten.
+
+    `q_THD` bf16 or float32, RoPE done, not rotated, any strides; its dtype is that of the dots.
+    `pages_PGB` uint8 [pages, G, fmt.page_bytes]; `rotation_DD` must be
+    `codecs.rotation.hadamard(D)` where the codec is rotated, else None: q and the output are
+    turned by its butterfly. Wrong dtypes, devices, shapes or strides fail an assert.
+
+    With bf16 q, what is rounded besides the codes: rotated q, decoded values of codecs whose codes
+    are not small integers, and softmax weight times V scale, each to 2**-9 relative. The last one
+    costs at most 2**-9 * sum_n(p_n * scale_n * |code_n|) an output, at most 2**-9 of the range of
+    V's rows, and the square root of sum p_n**2 of that where rounding errors are independent.
+
+    Deterministic. In a step of single tokens a sequence's result does not depend on the others,
+    bit for bit, as long as `plan_attend` stays in one tier.
+    """
+    num_kv_heads = _check_attend(q_THD, pages_PGB, fmt, step)
+    check_rotation(rotation_DD, fmt)
+    if q_THD.device.type == "cpu" and q_THD.dtype != torch.float32:
+        # Triton's interpreter multiplies the bit patterns of bf16 dots and truncates bf16 casts.
+        out_THD = attend(q_THD.float(), pages_PGB, fmt, step, scale=scale, rotation_DD=rotation_DD)
+        return out_THD.to(q_THD.dtype)
+    num_tokens, num_heads, head_dim = q_THD.shape
+    num_tiles = len(step.tile_seq_Q)
+    out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    if num_tiles == 0 or num_tokens == 0:
+        return out_THD
+    plan = plan_attend(
+        num_sms=_num_sms(q_THD.device),
+        num_tiles=num_tiles,
+        num_kv_heads=num_kv_heads,
+        group=num_heads // num_kv_heads,
+        out_bytes=num_tokens * num_heads * head_dim * 4,
+        is_float32=q_THD.dtype == torch.float32,
+        max_query_len=step.max_query_len,
+        max_kv_len=step.max_kv_len,
+    )
+    part_THZD, lse_THZ = out_THD, out_THD
+    if plan.grid_splits > 1:
+        shape_THZ = (num_tokens, num_heads, plan.num_splits)
+        part_THZD = q_THD.new_empty(*shape_THZ, head_dim, dtype=torch.float32)
+        lse_THZ = q_THD.new_empty(shape_THZ, dtype=torch.float32)
+    tile_args = (
+        step.position_T,
+        step.kv_len_S,
+        step.query_start_S1,
+        step.tile_seq_Q,
+        step.tile_start_Q,
+        plan.num_splits,
+    )
+    shared = {
+        "NUM_HEADS": num_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "TILE_TOKENS": plan.tile_tokens,
+        "MIN_PAGES": plan.min_pages,
+        "PAGE": PAGE_SIZE,
+        "STAGES": rotation_stages(rotation_DD),
+    }
+    _attend_kernel[(num_tiles, num_kv_heads * plan.head_blocks, plan.grid_splits)](
+        *tile_args,
+        q_THD,
+        *q_THD.stride(),
+        pages_PGB,
+        pages_PGB.stride(0),
+        pages_PGB.stride(1),
+        step.page_table_SP,
+        step.page_table_SP.stride(0),
+        part_THZD,
+        lse_THZ,
+        scale * math.log2(math.e),
+        DECODE=fmt.codec.device_decode,
+        K_CODES=fmt.k_codes,
+        K_SCALE=fmt.k_scale,
+        K_ZERO=fmt.k_zero,
+        V_CODES=fmt.v_codes,
+        V_SCALE=fmt.v_scale,
+        V_ZERO=fmt.v_zero,
+        GROUP=num_heads // num_kv_heads,
+        BLOCK_H=plan.block_heads,
+        BLOCK_M=plan.block_rows,
+        IS_SPLIT=plan.grid_splits > 1,
+        **shared,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+    )
+    if plan.grid_splits > 1:
+        head_blocks = -(-num_heads // plan.merge_heads)
+        _merge_kernel[(num_tiles, plan.tile_tokens * head_blocks)](
+            *tile_args,
+            part_THZD,
+            lse_THZ,
+            out_THD,
+            BLOCK_H=plan.merge_heads,
+            **shared,
+            num_warps=plan.merge_warps,
+        )
+    return out_THD
+
+
+def attend_torch(
+    q_THD: torch.Tensor,
+    pages_PGB: torch.Tensor,
+    fmt: KVFormat,
+    step: StepTensors,
+    *,
+    scale: float,
+    rotation_DD: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Twin of `attend`, and the CPU backend; FP32 throughout, any orthogonal `rotation_DD`.
+
+    Differentiable in q. Tokens of no tile come out as zeros.
+    """
+    num_kv_heads = _check_attend(q_THD, pages_PGB, fmt, step)
+    check_rotation(rotation_DD, fmt)
+    num_tokens, num_heads, head_dim = q_THD.shape
+    query_start, kv_lens = step.query_start_S1.tolist(), step.kv_len_S.tolist()
+    rows = []
+    for s, kv_len in enumerate(kv_lens):
+        first, end = query_start[s], query_start[s + 1]
+        if first == end or kv_len == 0:
+            rows.append(q_THD.new_zeros(end - first, num_heads, head_dim))
+            continue
+        k_NGD, v_NGD = read_pages(pages_PGB, fmt, step.page_table_SP[s], kv_len)
+        for start in range(first, end, _TORCH_CHUNK):
+            stop = min(start + _TORCH_CHUNK, end)
+            q = q_THD[start:stop].float()
+            q = q if rotation_DD is None else q @ rotation_DD
+            out = _attend_dense(q, k_NGD, v_NGD, step.position_T[start:stop], scale)
+            out = out if rotation_DD is None else out @ rotation_DD.T
+            rows.append(out.to(q_THD.dtype))
+    rows.append(q_THD.new_zeros(num_tokens - query_start[-1], num_heads, head_dim))
+    return torch.cat(rows)
+
+
+_TORCH_CHUNK = 128
+"""Query tokens that `attend_torch` scores at once: bounds its memory to chunk x H x kv_len."""
+
+
+def read_pages(
+    pages_PGB: torch.Tensor, fmt: KVFormat, page_ids: torch.Tensor, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode the first `num_tokens` rows of `page_ids` (integers, in order, extra ones ignored).
+
+    Returns `(k_NGD, v_NGD)` float32 as stored: K with RoPE, both still rotated. Rows past
+    `num_tokens` are not touched, so that garbage there cannot matter.
+    """
+    num_kv_heads, row = pages_PGB.shape[1], fmt.row
+    num_pages = -(-num_tokens // PAGE_SIZE)
+    assert num_pages <= len(page_ids), (num_pages, len(page_ids))
+    planes = [p.bytes_PGNB for p in page_planes(pages_PGB[page_ids[:num_pages]], fmt)]
+    num_rows = 2 * num_kv_heads * num_tokens
+    parts = []
+    for k_PGNB, v_PGNB, row_bytes in zip(
+        planes[:3], planes[3:], (row.codes, row.scale, row.zero), strict=True
+    ):
+        both_2GNB = torch.stack([k_PGNB, v_PGNB]).transpose(1, 2).flatten(2, 3)
+        parts.append(both_2GNB[:, :, :num_tokens].reshape(num_rows, row_bytes))
+    x_2GND = fmt.codec.decode(*parts, fmt.head_dim).view(2, num_kv_heads, num_tokens, -1)
+    return x_2GND[0].transpose(0, 1), x_2GND[1].transpose(0, 1)
+
+
+def _attend_dense(
+    q_THD: torch.Tensor,
+    k_NGD: torch.Tensor,
+    v_NGD: torch.Tensor,
+    position_T: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    num_tokens, num_heads, head_dim = q_THD.shape
+    num_keys = min(int(position_T[-1]) + 1, k_NGD.shape[0])
+    k_GDN, v_GND = k_NGD[:num_keys].permute(1, 2, 0), v_NGD[:num_keys].transpose(0, 1)
+    num_kv_heads = k_GDN.shape[0]
+    q_GMD = q_THD.view(num_tokens, num_kv_heads, -1, head_dim).transpose(0, 1)
+    score_GMN = (q_GMD.reshape(num_kv_heads, -1, head_dim) * scale) @ k_GDN
+    is_hidden_TN = torch.arange(num_keys, device=q_THD.device) > position_T[:, None]
+    score_GTMN = score_GMN.view(num_kv_heads, num_tokens, -1, num_keys)
+    score_GTMN = score_GTMN.masked_fill(is_hidden_TN[:, None], -math.inf)
+    out_GMD = score_GTMN.softmax(-1).view_as(score_GMN) @ v_GND
+    return out_GMD.view(num_kv_heads, num_tokens, -1, head_dim).transpose(0, 1).reshape_as(q_THD)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttendPlan:
+    """Launch choices of one `attend` call.
+
+    A tile is `tile_tokens` query tokens x `block_heads` heads of one KV head in `block_rows` rows.
+    A sequence of n pages is cut into ceil(n / max(min_pages, ceil(n / num_splits))) splits; the
+    grid has `grid_splits` of them, at least as many as any sequence of the step has.
+    """
+
+    tile_tokens: int
+    block_heads: int
+    head_blocks: int
+    block_rows: int
+    num_splits: int
+    min_pages: int
+    grid_splits: int
+    num_warps: int
+    num_stages: int
+    merge_heads: int
+    merge_warps: int
+
+
+MAX_SPLITS = 64
+"""More splits cost more in partial results than they win in parallel reads."""
+
+PREFILL_SPLIT_PAGES = 8
+"""Fewest pages of one split with many query tokens: prompts up to 512 tokens are never split, so
+that their results do not depend on the batch."""
+
+MAX_SPLIT_PAGES = 64
+"""A program next to prefill tiles reads at most this many pages, or its step waits for it."""
+
+MAX_PARTIAL_BYTES = 64 * 2**20
+"""Memory that the partial results of one call may take."""
+
+
+def plan_attend(
+    *,
+    num_sms: int,
+    num_tiles: int,
+    num_kv_heads: int,
+    group: int,
+    out_bytes: int,
+    is_float32: bool,
+    max_query_len: int,
+    max_kv_len: int,
+) -> AttendPlan:
+    """Choose tile and splits from host integers alone; `out_bytes` is the size of an FP32 output.
+
+    Decode (single tokens) has three tiers by the number of unsplit programs: less than one an SM,
+    less than four, more. Within a tier the split of a sequence depends on its own length alone,
+    so that its result does too. A captured graph holds for every length up to `max_kv_len`.
+    """
+    is_decode = max_query_len == 1
+    tile_tokens = 1 if is_decode else QUERY_TILE
+    # FP32 dots run on FMA units with operands in registers: a tall tile would spill.
+    max_rows = 32 if is_float32 else 128
+    block_heads = min(_power_of_two_from(group), max_rows // tile_tokens)
+    head_blocks = -(-group // block_heads)
+    programs = num_tiles * num_kv_heads * head_blocks
+    max_pages = -(-max_kv_len // PAGE_SIZE)
+    if is_decode:
+        min_pages = 1
+        if programs < num_sms:
+            num_splits = 2 * num_sms // (num_kv_heads * head_blocks)
+        else:
+            num_splits = 4 if programs < 4 * num_sms else 1
+    else:
+        min_pages = PREFILL_SPLIT_PAGES
+        num_splits = max(num_sms // programs, -(-max_pages // MAX_SPLIT_PAGES))
+        num_splits = min(num_splits, MAX_PARTIAL_BYTES // out_bytes)
+    num_splits = max(1, min(num_splits, MAX_SPLITS))
+    block_rows = max(16, tile_tokens * block_heads)
+    return AttendPlan(
+        tile_tokens=tile_tokens,
+        block_heads=block_heads,
+        head_blocks=head_blocks,
+        block_rows=block_rows,
+        num_splits=num_splits,
+        min_pages=min_pages,
+        grid_splits=max(1, min(num_splits, -(-max_pages // min_pages))),
+        num_warps=8 if block_rows >= 128 else 4,
+        num_stages=2,
+        merge_heads=4,
+        merge_warps=4,
+    )
+
+
+def _power_of_two_from(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return detect(str(device)).num_sms
+
+
+def _check_attend(
+    q_THD: torch.Tensor, pages_PGB: torch.Tensor, fmt: KVFormat, step: StepTensors
+) -> int:
+    num_tokens, num_heads, head_dim = q_THD.shape
+    num_kv_heads = pages_PGB.shape[1]
+    assert head_dim == fmt.head_dim, (head_dim, fmt.head_dim)
+    assert q_THD.dtype in (torch.bfloat16, torch.float32), q_THD.dtype
+    assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
+    check_pages(pages_PGB, num_kv_heads, fmt)
+    assert step.position_T.shape == (num_tokens,), (step.position_T.shape, num_tokens)
+    assert step.max_kv_len <= step.page_table_SP.shape[1] * PAGE_SIZE, (
+        step.max_kv_len,
+        step.page_table_SP.shape,
+    )
+    assert step.page_table_SP.stride(1) == 1, step.page_table_SP.stride()
+    for name in ("page_table_SP", "kv_len_S", "query_start_S1", "tile_seq_Q", "tile_start_Q"):
+        index = getattr(step, name)
+        assert index.dtype == torch.int32, (name, index.dtype)
+        assert index.device == q_THD.device == pages_PGB.device, (name, index.device)
+        assert index.dim() > 1 or index.is_contiguous(), (name, index.stride())
+    assert step.position_T.dtype == torch.int64, step.position_T.dtype
+    return num_kv_heads
+
+
+@triton_jit
+def _tile_span(
+    position_ptr: Any,
+    kv_len_ptr: Any,
+    query_start_ptr: Any,
+    seq: Any,
+    tile_start: Any,
+    TILE_TOKENS: tl.constexpr,
+) -> Any:
+    """One past the tile's last token, and the number of keys that this token sees."""
+    tile_end = tl.minimum(tl.load(query_start_ptr + seq + 1), tile_start + TILE_TOKENS)
+    last_position = tl.load(position_ptr + tile_end - 1).to(tl.int32)
+    return tile_end, tl.minimum(tl.load(kv_len_ptr + seq), last_position + 1)
+
+
+@triton_jit
+def _split_pages(
+    num_keys: Any, num_splits: Any, MIN_PAGES: tl.constexpr, PAGE: tl.constexpr
+) -> Any:
+    """Pages in all, and pages of each split but the last, for a tile that sees `num_keys`."""
+    num_pages = tl.cdiv(num_keys, PAGE)
+    return num_pages, tl.maximum(tl.cdiv(num_pages, num_splits), MIN_PAGES)
+
+
+# Per query row m (token t, head h of the KV head's group) over the keys n that it sees:
+#   s_mn = scale * log2(e) * (scale_n * sum_d q_md code_nd + zero_n * sum_d q_md)    scores, base 2
+#   p_mn = 2 ** (s_mn - max_n s_mn)
+#   out_m = (sum_n p_mn vscale_n vcode_n + sum_n p_mn vzero_n) / sum_n p_mn
+# with the running maximum of FlashAttention (Dao et al. 2022, algorithm 1) from page to page. No
+# decoded tile ever lies in memory: scales act on score columns and on P, and zero-points cost one
+# sum a row. Rotated codecs: q R . k R = q . k and (sum p v R) R = sum p v, as R is symmetric and
+# orthogonal, so q is turned once before the loop and the output once after the last sum.
+#
+#   page_table[s] -> page of 64 tokens x 1 KV head, planes apart, each from a 128-byte line:
+#     | K codes 64 x row | K scale | K zero | V codes 64 x row | V scale | V zero |
+#   q tile M x D:  rows 0..BLOCK_H-1 the heads of token 0, then those of token 1, ...
+#   splits Z:      pages |0 1 2|3 4 5|6 7|  each a program; partial out and log2-sum-exp per split
+#
+# Bytes: every tile of a sequence reads kv_len * G * row.total bytes (decode: once in all), plus q
+# and out; with Z splits, 8 * Z * T * H * (D + 1) bytes of partial results written and read.
+# Tiling: one iteration is one page, so one page-table read per 64 keys, and planes are read whole
+# and in order. All heads of a group, and up to 16 tokens, share a decoded page as rows of one dot:
+# one decode per key, not one per head. Splits give a lone sequence enough programs to fill the
+# GPU. Not yet measured on a GPU.
+#
+# Why NaN stays in its sequence: a tile reads pages of its own sequence alone; rows at or past
+# num_keys decode to 0, and hidden scores and weights are replaced (tl.where), never multiplied.
+@triton_jit
+def _attend_kernel(
+    position_ptr: Any,
+    kv_len_ptr: Any,
+    query_start_ptr: Any,
+    tile_seq_ptr: Any,
+    tile_start_ptr: Any,
+    num_splits: Any,
+    q_ptr: Any,
+    q_stride_t: Any,
+    q_stride_h: Any,
+    q_stride_d: Any,
+    pages_ptr: Any,
+    page_stride: Any,
+    head_stride: Any,
+    page_table_ptr: Any,
+    page_table_stride: Any,
+    out_ptr: Any,
+    lse_ptr: Any,
+    scale_log2: Any,
+    DECODE: tl.constexpr,
+    K_CODES: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    K_ZERO: tl.constexpr,
+    V_CODES: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    V_ZERO: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    MIN_PAGES: tl.constexpr,
+    PAGE: tl.constexpr,
+    STAGES: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+) -> None:
+    tl.static_assert(BLOCK_M >= 16 and BLOCK_M >= TILE_TOKENS * BLOCK_H and BLOCK_D >= HEAD_DIM)
+    HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
+    tile, split = tl.program_id(0), tl.program_id(2)
+    kv_head = tl.program_id(1) // HEAD_BLOCKS
+    seq = tl.load(tile_seq_ptr + tile)
+    if seq < 0:
+        return
+    tile_start = tl.load(tile_start_ptr + tile)
+    tile_end, num_keys = _tile_span(
+        position_ptr, kv_len_ptr, query_start_ptr, seq, tile_start, TILE_TOKENS
+    )
+    num_pages, pages_per_split = _split_pages(num_keys, num_splits, MIN_PAGES, PAGE)
+    first_page = split * pages_per_split
+    if IS_SPLIT:
+        if first_page >= num_pages:
+            return
+
+    row_M = tl.arange(0, BLOCK_M)
+    token_M = tile_start + row_M // BLOCK_H
+    group_head_M = (tl.program_id(1) % HEAD_BLOCKS) * BLOCK_H + row_M % BLOCK_H
+    head_M = kv_head * GROUP + group_head_M
+    mask_M = (token_M < tile_end) & (group_head_M < GROUP)
+    position_M = tl.load(position_ptr + token_M, mask=mask_M, other=-1).to(tl.int32)
+    d = tl.arange(0, BLOCK_D)
+    mask_MD = mask_M[:, None] & (d < HEAD_DIM)[None, :]
+    q_row_M = token_M.to(tl.int64) * q_stride_t + head_M * q_stride_h
+    q_MD = tl.load(q_ptr + q_row_M[:, None] + d[None, :] * q_stride_d, mask=mask_MD, other=0.0)
+    dtype = q_MD.dtype
+    q_MD = rotate_rows(q_MD.to(tl.float32), STAGES).to(dtype)
+    q_sum_M = tl.sum(q_MD.to(tl.float32), axis=1)
+
+    max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    sum_M = tl.zeros([BLOCK_M], tl.float32)
+    zero_M = tl.zeros([BLOCK_M], tl.float32)
+    acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_N = tl.arange(0, PAGE)
+    table_ptr = page_table_ptr + seq.to(tl.int64) * page_table_stride
+    for index in range(first_page, tl.minimum(first_page + pages_per_split, num_pages)):
+        page_id = tl.load(table_ptr + index).to(tl.int64)
+        page = pages_ptr + page_id * page_stride + kv_head.to(tl.int64) * head_stride
+        key_N = index * PAGE + row_N
+        mask_N = key_N < num_keys
+        k_ND, k_scale_N, k_zero_N = DECODE(
+            page, row_N, mask_N, K_CODES, K_SCALE, K_ZERO, HEAD_DIM, BLOCK_D
+        )
+        score_MN = tl.dot(q_MD, tl.trans(k_ND.to(dtype)), input_precision="ieee")
+        score_MN = score_MN * k_scale_N[None, :] + q_sum_M[:, None] * k_zero_N[None, :]
+        is_seen_MN = (key_N[None, :] <= position_M[:, None]) & mask_N[None, :]
+        score_MN = tl.where(is_seen_MN, score_MN * scale_log2, float("-inf"))
+        next_max_M = tl.maximum(max_M, tl.max(score_MN, axis=1))
+        # A row that has seen nothing yet would subtract -inf from -inf.
+        shift_M = tl.where(next_max_M == float("-inf"), 0.0, next_max_M)
+        p_MN = tl.where(is_seen_MN, tl.exp2(score_MN - shift_M[:, None]), 0.0)
+        decay_M = tl.exp2(max_M - shift_M)
+        v_ND, v_scale_N, v_zero_N = DECODE(
+            page, row_N, mask_N, V_CODES, V_SCALE, V_ZERO, HEAD_DIM, BLOCK_D
+        )
+        # Scaled in FP32 and rounded once, to the dtype of the dot.
+        scaled_MN = (p_MN * v_scale_N[None, :]).to(dtype)
+        acc_MD = acc_MD * decay_M[:, None]
+        acc_MD = tl.dot(scaled_MN, v_ND.to(dtype), acc_MD, input_precision="ieee")
+        zero_M = zero_M * decay_M + tl.sum(p_MN * v_zero_N[None, :], axis=1)
+        sum_M = sum_M * decay_M + tl.sum(p_MN, axis=1)
+        max_M = next_max_M
+
+    # NaN is not 0: the row of a poisoned sequence stays NaN, a row that saw nothing becomes 0.
+    out_MD = tl.where((sum_M == 0.0)[:, None], 0.0, (acc_MD + zero_M[:, None]) / sum_M[:, None])
+    out_row_M = token_M.to(tl.int64) * NUM_HEADS + head_M
+    if IS_SPLIT:
+        out_row_M = out_row_M * num_splits + split
+        tl.store(lse_ptr + out_row_M, max_M + tl.log2(sum_M), mask=mask_M)
+    else:
+        out_MD = rotate_rows(out_MD, STAGES)
+    out = out_ptr + out_row_M[:, None] * HEAD_DIM + d[None, :]
+    tl.store(out, out_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
+
+
+# Partial results of the splits z of one row (Dao et al. 2022, section 3.1; base-2 logarithms):
+#   lse = log2 sum_z 2 ** lse_z,   out = sum_z 2 ** (lse_z - lse) out_z,   then out R.
+#
+#   part [T, H, Z, D], lse [T, H, Z]: a program takes BLOCK_H heads of one token, z = 0, 1, ... in
+#   order, and only the splits that the row's tile really has, so that neither padding of the grid
+#   nor other sequences can change a bit.
+#
+# Bytes: 4 * Z * (D + 1) read a row, D elements written. Small next to the pages; not yet measured.
+@triton_jit
+def _merge_kernel(
+    position_ptr: Any,
+    kv_len_ptr: Any,
+    query_start_ptr: Any,
+    tile_seq_ptr: Any,
+    tile_start_ptr: Any,
+    num_splits: Any,
+    part_ptr: Any,
+    lse_ptr: Any,
+    out_ptr: Any,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    MIN_PAGES: tl.constexpr,
+    PAGE: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    tile = tl.program_id(0)
+    seq = tl.load(tile_seq_ptr + tile)
+    if seq < 0:
+        return
+    tile_start = tl.load(tile_start_ptr + tile)
+    tile_end, num_keys = _tile_span(
+        position_ptr, kv_len_ptr, query_start_ptr, seq, tile_start, TILE_TOKENS
+    )
+    token = tile_start + tl.program_id(1) % TILE_TOKENS
+    if token >= tile_end:
+        return
+    num_pages, pages_per_split = _split_pages(num_keys, num_splits, MIN_PAGES, PAGE)
+    head_H = (tl.program_id(1) // TILE_TOKENS) * BLOCK_H + tl.arange(0, BLOCK_H)
+    row_H = token.to(tl.int64) * NUM_HEADS + head_H
+    d = tl.arange(0, BLOCK_D)
+    mask_H = head_H < NUM_HEADS
+    mask_HD = mask_H[:, None] & (d < HEAD_DIM)[None, :]
+    max_H = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    sum_H = tl.zeros([BLOCK_H], tl.float32)
+    acc_HD = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    for split in range(0, tl.cdiv(num_pages, pages_per_split)):
+        part_row_H = row_H * num_splits + split
+        lse_H = tl.load(lse_ptr + part_row_H, mask=mask_H, other=float("-inf"))
+        part = part_ptr + part_row_H[:, None] * HEAD_DIM + d[None, :]
+        part_HD = tl.load(part, mask=mask_HD, other=0.0)
+        next_max_H = tl.maximum(max_H, lse_H)
+        shift_H = tl.where(next_max_H == float("-inf"), 0.0, next_max_H)
+        decay_H, weight_H = tl.exp2(max_H - shift_H), tl.exp2(lse_H - shift_H)
+        acc_HD = acc_HD * decay_H[:, None] + part_HD * weight_H[:, None]
+        sum_H = sum_H * decay_H + weight_H
+        max_H = next_max_H
+    out_HD = tl.where((sum_H == 0.0)[:, None], 0.0, acc_HD / sum_H[:, None])
+    out_HD = rotate_rows(out_HD, STAGES)
+    out = out_ptr + row_H[:, None] * HEAD_DIM + d[None, :]
+    tl.store(out, out_HD.to(out_ptr.dtype.element_ty), mask=mask_HD)

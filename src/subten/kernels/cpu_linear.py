@@ -1,0 +1,52 @@
+"""x @ weight.T where bfloat16 on a CPU without matrix instructions is not a disaster.
+
+Letters: T rows of x, D input features, N output features.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+FEW_ROWS = 8
+"""Rows that go one by one through the matrix-vector product.
+
+A row's bits then do not depend on how many rows share the call, so that up to 8 sequences decode
+alike alone and together. Measured on one core of an AMD EPYC (AVX2) with torch 2.13: the
+matrix-vector product reads 7-12 GB/s; from about 3 rows the float32 way below is faster (1.7 ms
+against 0.7 ms at 8 rows of [576, 1536]), which is the price of equal bits.
+"""
+
+CHUNK_ROWS = 512
+"""Weight rows converted at a time, so that the float32 copy stays in cache.
+
+Measured on the same core: [49152, 576] with 8 rows takes 27 ms in chunks, 155 ms converted whole
+(page faults of a 113 MB temporary).
+"""
+
+
+def cpu_linear(
+    x_TD: torch.Tensor, weight_ND: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`F.linear(x, weight, bias)`; x [..., D], weight [N, D], bias [N] -> [..., N], x's dtype.
+
+    On a GPU, and in float32, it is `F.linear`. In bfloat16 on a CPU torch's own product of more
+    than a few rows falls to 0.2 GB/s of weights where AVX512-BF16 is missing: there up to
+    `FEW_ROWS` rows go one by one, and more rows as a float32 product of the weight converted in
+    chunks. Sums are in float32 either way. Differentiable.
+    """
+    if x_TD.device.type != "cpu" or x_TD.dtype != torch.bfloat16:
+        return F.linear(x_TD, weight_ND, bias)
+    flat_TD = x_TD.reshape(-1, x_TD.shape[-1])
+    num_rows = flat_TD.shape[0]
+    if num_rows <= 1:
+        out_TN = F.linear(flat_TD, weight_ND, bias)
+    elif num_rows <= FEW_ROWS:
+        out_TN = torch.cat([F.linear(row_1D, weight_ND, bias) for row_1D in flat_TD.split(1)])
+    else:
+        wide_TD = flat_TD.float()
+        out_TN = torch.cat(
+            [F.linear(wide_TD, part_ND.float()) for part_ND in weight_ND.split(CHUNK_ROWS)], dim=-1
+        )
+        out_TN = (out_TN if bias is None else out_TN + bias.float()).to(x_TD.dtype)
+    return out_TN.reshape(*x_TD.shape[:-1], weight_ND.shape[0])

@@ -1,0 +1,312 @@
+"""`kv_append`: turn, encode and store the keys and values of a step's tokens, once and for good.
+
+Letters: T tokens of the step, G KV heads, D head_dim, P pages of the pool (in `pages_PGB`) or
+positions of the rotary table (in `cos_sin_PD`), B bytes of a page, N rows (tokens) of a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from subten.codecs import KVFormat
+from subten.core import PAGE_SIZE
+from subten.kernels.triton_shim import tl, triton, triton_jit
+
+
+def kv_append(
+    k_TGD: torch.Tensor,
+    v_TGD: torch.Tensor,
+    pages_PGB: torch.Tensor,
+    fmt: KVFormat,
+    cos_sin_PD: torch.Tensor,
+    position_T: torch.Tensor,
+    slot_T: torch.Tensor,
+    *,
+    rotation_DD: torch.Tensor | None = None,
+    norm_weight_D: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Write each token's K and V into its page row, encoded; one launch, in place, deterministic.
+
+    K: optional RMSNorm per head (`norm_weight_D`, `eps`), then rotary embedding (half-split pairs
+    (i, i + D/2)) with row `position_T` of `cos_sin_PD` float32 [positions, D], cos then sin. Both:
+    times `rotation_DD` if given, then `fmt.codec`. All of it in FP32.
+
+    `k_TGD`, `v_TGD` bf16 or float32, any strides; `pages_PGB` uint8 [pages, G, fmt.page_bytes];
+    `position_T` int64; `slot_T` int64 page id * 64 + row, distinct, -1 writes nothing.
+    `rotation_DD` must be `codecs.rotation.hadamard(D)`: the kernel runs its butterfly instead of
+    reading it. Wrong dtypes, devices, shapes or strides fail an assert.
+    """
+    _check_append(k_TGD, v_TGD, pages_PGB, fmt, cos_sin_PD, position_T, slot_T)
+    check_rotation(rotation_DD, fmt)
+    num_tokens, num_kv_heads, head_dim = k_TGD.shape
+    if norm_weight_D is not None:
+        assert norm_weight_D.shape == (head_dim,), (norm_weight_D.shape, head_dim)
+        assert norm_weight_D.is_contiguous(), norm_weight_D.stride()
+    if num_tokens == 0:
+        return
+    plan = APPEND_PLAN
+    _kv_append_kernel[(-(-num_tokens // plan.block_tokens), num_kv_heads)](
+        k_TGD,
+        *k_TGD.stride(),
+        v_TGD,
+        *v_TGD.stride(),
+        pages_PGB,
+        pages_PGB.stride(0),
+        pages_PGB.stride(1),
+        cos_sin_PD,
+        cos_sin_PD.stride(0),
+        position_T,
+        slot_T,
+        cos_sin_PD if norm_weight_D is None else norm_weight_D,
+        eps,
+        num_tokens,
+        ENCODE=fmt.codec.device_encode,
+        K_CODES=fmt.k_codes,
+        K_SCALE=fmt.k_scale,
+        K_ZERO=fmt.k_zero,
+        V_CODES=fmt.v_codes,
+        V_SCALE=fmt.v_scale,
+        V_ZERO=fmt.v_zero,
+        HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_N=plan.block_tokens,
+        PAGE=PAGE_SIZE,
+        HAS_NORM=norm_weight_D is not None,
+        STAGES=rotation_stages(rotation_DD),
+        num_warps=plan.num_warps,
+    )
+
+
+def kv_append_torch(
+    k_TGD: torch.Tensor,
+    v_TGD: torch.Tensor,
+    pages_PGB: torch.Tensor,
+    fmt: KVFormat,
+    cos_sin_PD: torch.Tensor,
+    position_T: torch.Tensor,
+    slot_T: torch.Tensor,
+    *,
+    rotation_DD: torch.Tensor | None = None,
+    norm_weight_D: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Twin of `kv_append`, and the CPU backend; any orthogonal `rotation_DD`."""
+    _check_append(k_TGD, v_TGD, pages_PGB, fmt, cos_sin_PD, position_T, slot_T)
+    check_rotation(rotation_DD, fmt)
+    k_TGD = k_TGD.float()
+    if norm_weight_D is not None:
+        mean_square = k_TGD.square().mean(-1, keepdim=True)
+        k_TGD = k_TGD * torch.rsqrt(mean_square + eps) * norm_weight_D.float()
+    cos, sin = cos_sin_PD[position_T].unsqueeze(1).chunk(2, dim=-1)
+    low, high = k_TGD.chunk(2, dim=-1)
+    k_TGD = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+    x_2TGD = torch.stack([k_TGD, v_TGD.float()])
+    if rotation_DD is not None:
+        x_2TGD = x_2TGD @ rotation_DD
+    is_kept_T = slot_T >= 0
+    slot_T, x_2TGD = slot_T[is_kept_T], x_2TGD[:, is_kept_T]
+    encoded = fmt.codec.encode(x_2TGD.reshape(-1, fmt.head_dim))
+    for plane, part in zip(page_planes(pages_PGB, fmt), (*encoded, *encoded), strict=True):
+        kv = 0 if plane.is_key else 1
+        rows_TGB = part.view(2, len(slot_T), pages_PGB.shape[1], part.shape[-1])[kv]
+        plane.bytes_PGNB[slot_T // PAGE_SIZE, :, slot_T % PAGE_SIZE] = rows_TGB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plane:
+    """One plane of every page, a view: `bytes_PGNB` uint8 [pages, G, 64 rows, bytes of a row]."""
+
+    is_key: bool
+    bytes_PGNB: torch.Tensor
+
+
+def page_planes(pages_PGB: torch.Tensor, fmt: KVFormat) -> Iterator[Plane]:
+    """The six planes in page order: K codes, K scale, K zero, V codes, V scale, V zero; no copy."""
+    row = fmt.row
+    for is_key, offset, row_bytes in (
+        (True, fmt.k_codes, row.codes),
+        (True, fmt.k_scale, row.scale),
+        (True, fmt.k_zero, row.zero),
+        (False, fmt.v_codes, row.codes),
+        (False, fmt.v_scale, row.scale),
+        (False, fmt.v_zero, row.zero),
+    ):
+        plane = pages_PGB[:, :, offset : offset + PAGE_SIZE * row_bytes]
+        yield Plane(is_key=is_key, bytes_PGNB=plane.unflatten(2, (PAGE_SIZE, row_bytes)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AppendPlan:
+    """Launch choice of `kv_append`."""
+
+    block_tokens: int
+    num_warps: int
+
+
+APPEND_PLAN = AppendPlan(block_tokens=4, num_warps=4)
+"""One choice for every batch: the norm's sum then has one shape, so that a token's bytes do not
+depend on which tokens share the step (case K18). One warp a row at head_dim 128."""
+
+
+def check_pages(pages_PGB: torch.Tensor, num_kv_heads: int, fmt: KVFormat) -> None:
+    """Assert that `pages_PGB` is a pool of `fmt` pages for `num_kv_heads`, its bytes adjacent."""
+    assert pages_PGB.dtype == torch.uint8, pages_PGB.dtype
+    assert pages_PGB.shape[1:] == (num_kv_heads, fmt.page_bytes), (
+        tuple(pages_PGB.shape),
+        (num_kv_heads, fmt.page_bytes),
+    )
+    assert pages_PGB.stride(2) == 1, pages_PGB.stride()
+    assert pages_PGB.stride(0) * pages_PGB.shape[0] < 2**63, pages_PGB.shape
+
+
+def check_rotation(rotation_DD: torch.Tensor | None, fmt: KVFormat) -> None:
+    """Assert that a rotation is given exactly where the codec wants one, and fits head_dim."""
+    assert (rotation_DD is not None) == fmt.codec.is_rotated, (fmt.codec.name, rotation_DD is None)
+    if rotation_DD is not None:
+        assert rotation_DD.shape == (fmt.head_dim, fmt.head_dim), rotation_DD.shape
+        assert rotation_DD.dtype == torch.float32, rotation_DD.dtype
+
+
+def rotation_stages(rotation_DD: torch.Tensor | None) -> int:
+    """Butterfly stages of the Hadamard rotation, log2 of its block; 0 without rotation.
+
+    The block is the largest power of two that divides head_dim, as `codecs.rotation.hadamard` has.
+    """
+    if rotation_DD is None:
+        return 0
+    head_dim = rotation_DD.shape[0]
+    return (head_dim & -head_dim).bit_length() - 1
+
+
+def _check_append(
+    k_TGD: torch.Tensor,
+    v_TGD: torch.Tensor,
+    pages_PGB: torch.Tensor,
+    fmt: KVFormat,
+    cos_sin_PD: torch.Tensor,
+    position_T: torch.Tensor,
+    slot_T: torch.Tensor,
+) -> None:
+    num_tokens, num_kv_heads, head_dim = k_TGD.shape
+    assert v_TGD.shape == k_TGD.shape, (v_TGD.shape, k_TGD.shape)
+    assert head_dim == fmt.head_dim, (head_dim, fmt.head_dim)
+    assert k_TGD.dtype == v_TGD.dtype, (k_TGD.dtype, v_TGD.dtype)
+    assert k_TGD.dtype in (torch.bfloat16, torch.float32), k_TGD.dtype
+    check_pages(pages_PGB, num_kv_heads, fmt)
+    assert cos_sin_PD.dtype == torch.float32, cos_sin_PD.dtype
+    assert cos_sin_PD.shape[1] == head_dim, (cos_sin_PD.shape, head_dim)
+    assert cos_sin_PD.stride(1) == 1, cos_sin_PD.stride()
+    for name, index_T in (("position_T", position_T), ("slot_T", slot_T)):
+        assert index_T.dtype == torch.int64, (name, index_T.dtype)
+        assert index_T.shape == (num_tokens,), (name, index_T.shape, num_tokens)
+        assert index_T.is_contiguous(), (name, index_T.stride())
+    devices = {t.device for t in (k_TGD, v_TGD, pages_PGB, cos_sin_PD, position_T, slot_T)}
+    assert len(devices) == 1, devices
+
+
+@triton_jit
+def rotate_rows(x_ND: Any, STAGES: tl.constexpr) -> Any:
+    """`x_ND` times the symmetric block-diagonal normalised Hadamard of blocks of 2 ** STAGES.
+
+    Each stage takes the sums and differences of neighbours and puts that index bit on top; after
+    all stages every bit has moved once around, so that the order is the old one (the fast
+    Walsh-Hadamard transform in constant geometry). STAGES 0 returns `x_ND`.
+    """
+    if STAGES == 0:
+        return x_ND
+    NUM_ROWS: tl.constexpr = x_ND.shape[0]
+    WIDTH: tl.constexpr = x_ND.shape[1]
+    BLOCK: tl.constexpr = 1 << STAGES
+    for _ in tl.static_range(STAGES):
+        pairs = tl.reshape(x_ND, (NUM_ROWS, WIDTH // BLOCK, BLOCK // 2, 2))
+        left, right = tl.split(pairs)
+        turned = tl.permute(tl.join(left + right, left - right), (0, 1, 3, 2))
+        x_ND = tl.reshape(turned, (NUM_ROWS, WIDTH))
+    return x_ND * (BLOCK**-0.5)
+
+
+# Per token t and KV head g, in FP32:
+#   k = rope(norm(k)) R,  v = v R,  then codec.encode -> codes, scale, zero.
+# R is the Hadamard rotation, or the identity. A program takes BLOCK_N tokens of one head, K and
+# then V, so that rotary angles, slot and page address are read once for both:
+#
+#   k_TGD, v_TGD            page of (slot // 64, g): | K codes | K scale | K zero | V codes | ... |
+#     [t, g, 0..D/2 | D/2..D]      row slot % 64 of each plane, written once, never read here
+#
+# Bytes: reads 2 * T * G * D elements and T * D angles (in L2 after the first head), writes
+# T * G * 2 * row bytes. The two halves of a K row are loaded twice (x and its rotary partner); the
+# second load hits L1. Launch-bound at decode (a few hundred bytes a program), so the tiling only
+# keeps one shape for all batches; not yet measured.
+@triton_jit
+def _kv_append_kernel(
+    k_ptr: Any,
+    k_stride_t: Any,
+    k_stride_g: Any,
+    k_stride_d: Any,
+    v_ptr: Any,
+    v_stride_t: Any,
+    v_stride_g: Any,
+    v_stride_d: Any,
+    pages_ptr: Any,
+    page_stride: Any,
+    head_stride: Any,
+    cos_sin_ptr: Any,
+    cos_sin_stride: Any,
+    position_ptr: Any,
+    slot_ptr: Any,
+    norm_weight_ptr: Any,
+    eps: Any,
+    num_tokens: Any,
+    ENCODE: tl.constexpr,
+    K_CODES: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    K_ZERO: tl.constexpr,
+    V_CODES: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    V_ZERO: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    tl.static_assert(HEAD_DIM % 2 == 0 and BLOCK_D >= HEAD_DIM)
+    HALF: tl.constexpr = HEAD_DIM // 2
+    head = tl.program_id(1).to(tl.int64)
+    token_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    slot_N = tl.load(slot_ptr + token_N, mask=token_N < num_tokens, other=-1)
+    mask_N = slot_N >= 0
+    row_N = (slot_N % PAGE).to(tl.int32)
+    page_N = pages_ptr + (slot_N // PAGE) * page_stride + head * head_stride
+
+    d = tl.arange(0, BLOCK_D)
+    partner_d = tl.where(d < HALF, d + HALF, d - HALF)
+    mask_ND = mask_N[:, None] & (d < HEAD_DIM)[None, :]
+    k_row = k_ptr + token_N[:, None] * k_stride_t + head * k_stride_g
+    k_ND = tl.load(k_row + d[None, :] * k_stride_d, mask=mask_ND, other=0.0).to(tl.float32)
+    partner_ND = tl.load(k_row + partner_d[None, :] * k_stride_d, mask=mask_ND, other=0.0)
+    partner_ND = partner_ND.to(tl.float32)
+    if HAS_NORM:
+        inverse_rms_N = tl.rsqrt(tl.sum(k_ND * k_ND, axis=1) / HEAD_DIM + eps)
+        weight_D = tl.load(norm_weight_ptr + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
+        partner_weight_D = tl.load(norm_weight_ptr + partner_d, mask=d < HEAD_DIM, other=0.0)
+        k_ND = k_ND * inverse_rms_N[:, None] * weight_D[None, :]
+        partner_ND = partner_ND * inverse_rms_N[:, None] * partner_weight_D.to(tl.float32)[None, :]
+    position_N = tl.load(position_ptr + token_N, mask=mask_N, other=0)
+    angle = cos_sin_ptr + position_N[:, None] * cos_sin_stride + (d % HALF)[None, :]
+    cos_ND = tl.load(angle, mask=mask_ND, other=0.0)
+    sin_ND = tl.load(angle + HALF, mask=mask_ND, other=0.0)
+    k_ND = k_ND * cos_ND + tl.where((d < HALF)[None, :], -partner_ND, partner_ND) * sin_ND
+    k_ND = rotate_rows(k_ND, STAGES)
+    ENCODE(k_ND, page_N, row_N, mask_N, K_CODES, K_SCALE, K_ZERO, HEAD_DIM, BLOCK_D)
+
+    v_row = v_ptr + token_N[:, None] * v_stride_t + head * v_stride_g
+    v_ND = tl.load(v_row + d[None, :] * v_stride_d, mask=mask_ND, other=0.0).to(tl.float32)
+    v_ND = rotate_rows(v_ND, STAGES)
+    ENCODE(v_ND, page_N, row_N, mask_N, V_CODES, V_SCALE, V_ZERO, HEAD_DIM, BLOCK_D)

@@ -1,0 +1,59 @@
+"""The routed feed-forward network: k of E experts for each token.
+
+Letters: T tokens, D model width, E experts, F width of one expert.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from subten.config import ModelConfig
+from subten.kernels import Ops
+from subten.layers.linear import empty_parameter
+
+GROUPED_FROM_TOKENS = 17
+"""Steps of at least this many tokens ask `route` for the order of tokens by expert.
+
+Below it the experts op gathers each token's experts; the order would cost more than it saves.
+"""
+
+
+class MoE(nn.Module):
+    """x + sum of the chosen experts, weighted; norm and routing in one op, residual in the other.
+
+    The router's matrix is float32 whatever the model's dtype: two experts whose scores differ in
+    the third digit must not become a tie.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, ops: Ops, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.ops = ops
+        self.norm_eps = config.norm_eps
+        self.top_k = config.top_k
+        self.norm_topk_prob = config.norm_topk_prob
+        self.routed_scaling_factor = config.routed_scaling_factor
+        num_experts, d_model, d_ffn = config.num_experts, config.d_model, config.d_ffn
+        self.gate_ED = empty_parameter(num_experts, d_model, device=device, dtype=torch.float32)
+        self.gate_up_EFD = empty_parameter(
+            num_experts, 2 * d_ffn, d_model, device=device, dtype=dtype
+        )
+        self.down_EDF = empty_parameter(num_experts, d_model, d_ffn, device=device, dtype=dtype)
+
+    def forward(self, x_TD: torch.Tensor, norm_weight_D: torch.Tensor) -> torch.Tensor:
+        """Residual stream x_TD [T, d_model] -> the same, the routed sum added."""
+        routing = self.ops.route(
+            x_TD,
+            norm_weight_D,
+            self.gate_ED,
+            eps=self.norm_eps,
+            top_k=self.top_k,
+            renormalize=self.norm_topk_prob,
+            scaling_factor=self.routed_scaling_factor,
+            with_order=x_TD.shape[0] >= GROUPED_FROM_TOKENS,
+        )
+        return self.ops.experts(  # type: ignore[no-any-return]
+            routing, self.gate_up_EFD, self.down_EDF, residual_TD=x_TD
+        )

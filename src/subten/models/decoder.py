@@ -1,0 +1,126 @@
+"""The whole forward pass of every family: embedding, layers, final norm, head.
+
+Letters: T tokens of the step, S sequences, V vocabulary, D model width (head dimension in the two
+tables), L layers, P pages (positions in `cos_sin_PD`), G key-value heads, B bytes of a page.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from subten.codecs import KVFormat
+from subten.codecs.rotation import hadamard
+from subten.config import ModelConfig
+from subten.kernels import Ops
+from subten.kernels.cpu_linear import cpu_linear
+from subten.kernels.step import StepTensors
+from subten.layers.attention import Attention
+from subten.layers.linear import empty_parameter
+from subten.layers.mlp import MLP
+from subten.layers.moe import MoE
+from subten.layers.rope import cos_sin_table
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then a dense or routed feed-forward network, each added to the residual stream."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        ops: Ops,
+        fmt: KVFormat,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.ops = ops
+        self.norm_eps = config.norm_eps
+        self.attention_norm_D = empty_parameter(config.d_model, device=device, dtype=dtype)
+        self.ffn_norm_D = empty_parameter(config.d_model, device=device, dtype=dtype)
+        self.attention = Attention(config, ops=ops, fmt=fmt, device=device, dtype=dtype)
+        self.ffn: MoE | MLP
+        if config.is_moe:
+            self.ffn = MoE(config, ops=ops, device=device, dtype=dtype)
+        else:
+            self.ffn = MLP(config, ops=ops, device=device, dtype=dtype)
+
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        step: StepTensors,
+        *,
+        pages_PGB: torch.Tensor,
+        cos_sin_PD: torch.Tensor,
+        rotation_DD: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Residual stream x_TD [T, d_model] -> the same after this layer; appends to its pages."""
+        h_TD = self.ops.rms_norm(x_TD, self.attention_norm_D, eps=self.norm_eps)
+        x_TD = x_TD + self.attention(
+            h_TD, step, pages_PGB=pages_PGB, cos_sin_PD=cos_sin_PD, rotation_DD=rotation_DD
+        )
+        return self.ffn(x_TD, self.ffn_norm_D)  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """A decoder of any family, its weights allocated on `device` and filled by the loader.
+
+    `fmt` is the KV format of every layer's pages. Run it under `torch.inference_mode()`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        fmt: KVFormat,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.ops = ops
+        self.fmt = fmt
+        self.device = device
+        self.dtype = dtype
+        self.embedding_VD = empty_parameter(
+            config.vocab_size, config.d_model, device=device, dtype=dtype
+        )
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, ops=ops, fmt=fmt, device=device, dtype=dtype)
+            for _ in range(config.num_layers)
+        )
+        self.norm_D = empty_parameter(config.d_model, device=device, dtype=dtype)
+        self.head_VD: nn.Parameter | None = None
+        if not config.tie_word_embeddings:
+            self.head_VD = empty_parameter(
+                config.vocab_size, config.d_model, device=device, dtype=dtype
+            )
+        self.cos_sin_PD = cos_sin_table(
+            config.rope, head_dim=config.head_dim, max_len=config.max_model_len, device=device
+        )
+        self.rotation_DD = hadamard(config.head_dim, device) if fmt.codec.is_rotated else None
+
+    def forward(
+        self, step: StepTensors, pages_LPGB: torch.Tensor, *, all_rows: bool = False
+    ) -> torch.Tensor:
+        """Run one step -> logits_SV float32 of the rows `step.logit_row_S`.
+
+        With `all_rows`, logits_TV of every token of the step. Appends the step's keys and values,
+        encoded, to `pages_LPGB` uint8 [num_layers, num_pages, num_kv_heads, page_bytes].
+        """
+        x_TD = F.embedding(step.token_id_T, self.embedding_VD)
+        for layer, pages_PGB in zip(self.layers, pages_LPGB, strict=True):
+            x_TD = layer(
+                x_TD,
+                step,
+                pages_PGB=pages_PGB,
+                cos_sin_PD=self.cos_sin_PD,
+                rotation_DD=self.rotation_DD,
+            )
+        x_SD = x_TD if all_rows else x_TD[step.logit_row_S]
+        h_SD = self.ops.rms_norm(x_SD, self.norm_D, eps=self.config.norm_eps)
+        head_VD = self.embedding_VD if self.head_VD is None else self.head_VD
+        return cpu_linear(h_SD, head_VD).float()
