@@ -93,6 +93,21 @@ def randn(generator: torch.Generator, device: torch.device) -> Callable[..., tor
     return make
 
 
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.empty` comes filled with NaN, or with an absurd integer: what an op fails to write
+    shows in its result."""
+    empty = torch.empty
+
+    def make(*args: object, **kwargs: object) -> torch.Tensor:
+        new = empty(*args, **kwargs)
+        if new.dtype == torch.bool:
+            return new.fill_(True)
+        return new.fill_(float("nan") if new.is_floating_point() else torch.iinfo(new.dtype).max)
+
+    monkeypatch.setattr(torch, "empty", make)
+
+
 def assert_close(
     actual: torch.Tensor,
     expected: torch.Tensor,

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from subten.config import EngineConfig as EngineConfig
     from subten.core import SamplingParams as SamplingParams
     from subten.core import UserError as UserError
+    from subten.engine.completion import Completion as Completion
     from subten.engine.llm import LLM as LLM
-    from subten.engine.llm import Completion as Completion
     from subten.layers.block import FusedMoEQuantizedAttention as FusedMoEQuantizedAttention
 
 __version__ = "0.1.0"
 
 _EXPORTS = {
     "LLM": "subten.engine.llm",
-    "Completion": "subten.engine.llm",
+    "Completion": "subten.engine.completion",
     "SamplingParams": "subten.core",
     "EngineConfig": "subten.config",
     "FusedMoEQuantizedAttention": "subten.layers.block",

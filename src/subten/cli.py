@@ -24,18 +24,19 @@ from subten.cli_options import (
     ModelOption,
     new_app,
     print_json,
+    progress,
     resolve_model,
 )
 from subten.core import RequestError, SamplingParams, refuse
+from subten.train.__main__ import make_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from subten.engine.llm import LLM, Chunk, Completion
+    from subten.engine.completion import Chunk, Completion
+    from subten.engine.llm import LLM
 
 app = new_app("Low-latency decoding of sparse Mixture-of-Experts models from a packed KV cache.")
-cli_measure.register(app)
-
 MaxTokensOption = Annotated[int, typer.Option("--max-tokens", help="Most tokens of the answer.")]
 TemperatureOption = Annotated[
     float, typer.Option("--temperature", help="0 takes the most likely token each time.")
@@ -52,21 +53,27 @@ SeedOption = Annotated[
 ]
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"subten {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def root(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Say on stderr what was chosen and why.")
     ] = False,
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
+    version: Annotated[  # noqa: ARG001 - its callback acts
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", is_eager=True, callback=_print_version
+        ),
     ] = False,
 ) -> None:
     """Low-latency decoding of sparse Mixture-of-Experts models from a packed KV cache."""
     level = logging.INFO if verbose else logging.WARNING
     logging.basicConfig(level=level, format="subten: %(message)s", stream=sys.stderr)
-    if version:
-        typer.echo(f"subten {__version__}")
-        raise typer.Exit
 
 
 @app.command()
@@ -247,19 +254,8 @@ def info(
         typer.echo(machine_text(found))
 
 
-@app.command(
-    context_settings={
-        "allow_extra_args": True,
-        "ignore_unknown_options": True,
-        "help_option_names": [],
-    },
-    add_help_option=False,
-)
-def train(ctx: typer.Context) -> None:
-    """Upcycle a dense model into a Mixture of Experts and train it (see `subten train --help`)."""
-    from subten.train.cli import app as train_app
-
-    train_app(args=ctx.args, prog_name="subten train", standalone_mode=False)
+app.command("train")(make_command())
+cli_measure.register(app)
 
 
 def facts_line(completion: Completion) -> str:
@@ -280,14 +276,16 @@ def facts_line(completion: Completion) -> str:
     if usage.cached_tokens:
         parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens were cached")
     if completion.finish_reason.value == "length":
-        parts.append("ended by --max-tokens or the context length")
+        parts.append("ended at the length limit")
     return "[" + " | ".join(parts) + "]"
 
 
 def _load(model: str, **settings: Any) -> LLM:
     from subten.engine.llm import LLM
 
-    return LLM(resolve_model(model), **settings)
+    source = resolve_model(model)
+    with progress("Loading", terminal_only=True) as update:
+        return LLM(source, progress=lambda done, total: update(done / total, ""), **settings)
 
 
 def _is_chat_model(llm: LLM) -> bool:

@@ -21,6 +21,7 @@ from subten.cli_options import (
     new_app,
     print_json,
     progress,
+    report,
     resolve_model,
 )
 from subten.core import ConfigError, refuse
@@ -106,30 +107,39 @@ def plan_text(name: str, config: ModelConfig, plan: Plan) -> str:
     """A plan for people."""
     from subten.bench.report import human_bytes
 
-    experts = ""
+    touched = ""
     if config.is_moe:
-        experts = f", about {plan.experts_per_layer:.3g} of {config.num_experts} experts a layer"
-    share = plan.kv_bytes_per_step / (plan.kv_bytes_per_step + plan.weight_bytes_per_step)
-    per_token = plan.floor_ms / plan.batch_size
-    lines = [
-        f"{name}: {plan.batch_size} x {plan.context_len} tokens, weights "
-        f"{plan.quantization}, KV cache {plan.kv_cache_dtype} ({plan.kv_true_bits:.3f} true bits)",
-        "",
-        "read by one decode step",
-        f"  weights      {human_bytes(plan.weight_bytes_per_step):>10}{experts}",
-        f"  KV cache     {human_bytes(plan.kv_bytes_per_step):>10}, {share:.0%} of all",
-        f"  each token   {human_bytes(plan.bytes_per_token):>10}",
-        "",
-        f"floor at {plan.bandwidth_tbps:g} TB/s: {plan.floor_ms:.2f} ms a step, "
-        f"{per_token:.3g} ms for each of its {plan.batch_size} tokens",
-        "",
-        "held in memory",
-        f"  weights      {human_bytes(plan.weight_bytes):>10}",
-        f"  KV cache     {human_bytes(plan.kv_bytes):>10}, "
-        f"{plan.kv_bytes_per_token:,.0f} bytes a token",
-        f"  together     {human_bytes(plan.weight_bytes + plan.kv_bytes):>10} of "
-        f"{human_bytes(plan.usable_bytes)} usable: {'fits' if plan.is_fitting else 'DOES NOT FIT'}",
+        touched = f"about {plan.experts_per_layer:.3g} of {config.num_experts} experts a layer"
+    kv_share = plan.kv_bytes_per_step / (plan.kv_bytes_per_step + plan.weight_bytes_per_step)
+    floor = f"floor at {plan.bandwidth_tbps:g} TB/s: {plan.floor_ms:.2f} ms a step"
+    if plan.batch_size > 1:
+        floor += f", {plan.floor_ms / plan.batch_size:.3g} ms for each of its tokens"
+    verdict = "fits" if plan.is_fitting else "DOES NOT FIT"
+    rows = [
+        ("read by one decode step", None, ""),
+        ("weights", plan.weight_bytes_per_step, touched),
+        ("KV cache", plan.kv_bytes_per_step, f"{kv_share:.0%} of what is read"),
+        ("for each token", plan.bytes_per_token, ""),
+        (floor, None, ""),
+        ("held in memory", None, ""),
+        ("weights", plan.weight_bytes, ""),
+        ("KV cache", plan.kv_bytes, f"{plan.kv_bytes_per_token:,.0f} bytes a token"),
+        (
+            "together",
+            plan.weight_bytes + plan.kv_bytes,
+            f"{verdict} in the {human_bytes(plan.usable_bytes)} usable",
+        ),
     ]
+    title = (
+        f"{name}: batch {plan.batch_size}, context {plan.context_len}, weights "
+        f"{plan.quantization}, KV cache {plan.kv_cache_dtype} ({plan.kv_true_bits:.3f} true bits)"
+    )
+    lines = [title]
+    for label, num_bytes, note in rows:
+        if num_bytes is None:
+            lines += ["", label]
+        else:
+            lines.append(f"  {label:<15}{human_bytes(num_bytes):>10}   {note}".rstrip())
     return "\n".join(lines)
 
 
@@ -184,7 +194,7 @@ def eval_kv(
       subten eval kv --model demo-dense --text wiki.txt --json quality.json
     """
     from subten.bench.quality import evaluate_kv
-    from subten.bench.report import environment, write_json
+    from subten.bench.report import environment
     from subten.device import detect
     from subten.weights.load import load_model
 
@@ -224,9 +234,7 @@ def eval_kv(
         "environment": environment(found),
         "results": [row.as_dict() for row in rows],
     }
-    typer.echo(quality_text(result))
-    if json is not None:
-        write_json(json, result)
+    report(result, quality_text(result), json)
 
 
 def quality_text(result: dict[str, Any]) -> str:
@@ -275,7 +283,7 @@ def bench_latency(
       subten bench latency --kv-cache-dtype bf16,int4 --batch-size 8 --json latency.json
     """
     from subten.bench.latency import LatencyShape, measure_latency
-    from subten.bench.report import environment, write_json
+    from subten.bench.report import environment
     from subten.engine.llm import LLM
 
     shape = LatencyShape(
@@ -302,9 +310,7 @@ def bench_latency(
             record = environment(llm.device)
             results.append(measure_latency(llm, shape, progress=lambda share: update(share, "")))
     result = {"kind": "latency", "model": model, "environment": record, "results": results}
-    typer.echo(latency_text(result))
-    if json is not None:
-        write_json(json, result)
+    report(result, latency_text(result), json)
 
 
 def latency_text(result: dict[str, Any]) -> str:

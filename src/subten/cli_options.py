@@ -61,7 +61,10 @@ JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object instead of text for people.")
 ]
 JsonFileOption = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON.")
+    Path | None,
+    typer.Option(
+        "--json", metavar="FILE", help="Also write the result as JSON; - prints that alone."
+    ),
 ]
 
 
@@ -95,6 +98,18 @@ def print_json(value: Mapping[str, Any]) -> None:
     sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
 
 
+def report(result: Mapping[str, Any], text: str, json_file: Path | None) -> None:
+    """Print a measurement for people, and write it as JSON where that was asked for."""
+    from subten.bench.report import write_json
+
+    if json_file == Path("-"):
+        print_json(result)
+        return
+    typer.echo(text)
+    if json_file is not None:
+        write_json(json_file, result)
+
+
 def resolve_model(name: str) -> str:
     """What the loader takes for `--model`; builds the demo MoE on first use, with progress."""
     from subten.config import cache_dir
@@ -113,10 +128,10 @@ Update = Callable[[float, str], None]
 
 
 @contextmanager
-def progress(title: str) -> Iterator[Update]:
+def progress(title: str, *, terminal_only: bool = False) -> Iterator[Update]:
     """A progress bar on stderr from its first update to the end of the block.
 
-    Without a terminal it is one line at the start and one at the end.
+    Without a terminal it is one line at the start, or nothing with `terminal_only`.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -132,7 +147,7 @@ def progress(title: str) -> Iterator[Update]:
         nonlocal is_started
         if not is_started and console.is_terminal:
             bar.start()
-        elif not is_started:
+        elif not is_started and not terminal_only:
             typer.echo(f"{title} ...", err=True)
         is_started = True
         bar.update(task, completed=share, description=f"{title}: {what}" if what else title)

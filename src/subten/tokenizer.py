@@ -164,8 +164,10 @@ class Tokenizer:
         """Token ids of a piece of a longer text: never adds a token."""
         return list(self.backend.encode(text, add_special_tokens=False).ids)
 
-    def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation, with one BOS whether the template or the tokenizer adds it."""
+    def encode_chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a conversation, with one BOS, whoever adds it: template or tokenizer."""
         ids = self.encode_part(
             self.apply_chat_template(messages, add_generation_prompt=add_generation_prompt)
         )
@@ -197,25 +199,31 @@ class Tokenizer:
         if self.chat_template is None:
             raise RequestError(
                 "messages: this model has no chat template; put `chat_template` in its "
-                "tokenizer_config.json or a chat_template.jinja file beside it, or send a plain prompt"
+                "tokenizer_config.json or a chat_template.jinja file beside it, or send a plain "
+                "prompt"
             )
-        environment = _sandbox()
         special = {
-            name: self.config[name] if isinstance(self.config[name], str) else self.config[name]["content"]
+            name: _spelling(self.config[name])
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
             if self.config.get(name)
         }
+        template = self.chat_template
         try:
-            return environment.from_string(self.chat_template).render(
-                messages=[dict(m) for m in messages],
-                add_generation_prompt=add_generation_prompt,
-                **special,
+            return (
+                _sandbox()
+                .from_string(template)
+                .render(
+                    messages=[dict(m) for m in messages],
+                    add_generation_prompt=add_generation_prompt,
+                    **special,
+                )
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            # A template computes: what it cannot do with these messages is any of these.
             raise RequestError(f"messages: the chat template failed: {error}") from error
 
     def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, as the transformers library reads them."""
+        """Write tokenizer.json and tokenizer_config.json, which transformers reads too."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.backend.save(str(folder / "tokenizer.json"))
@@ -301,14 +309,20 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_id(backend: Backend, token: Any) -> int | None:
-    if isinstance(token, dict):
-        token = token.get("content")
     if token is None:
         return None
-    token_id = backend.token_to_id(token)
+    spelling = _spelling(token)
+    token_id = backend.token_to_id(spelling)
     if token_id is None:
-        raise CheckpointError(f"tokenizer: token {token!r} is named in the config, not in the vocabulary")
+        raise CheckpointError(
+            f"tokenizer: token {spelling!r} is named in the config, not in the vocabulary"
+        )
     return int(token_id)
+
+
+def _spelling(token: str | Mapping[str, Any]) -> str:
+    """A token of a config file, which holds its spelling or a record of it."""
+    return token if isinstance(token, str) else str(token["content"])
 
 
 def _default_template(value: Any) -> str | None:

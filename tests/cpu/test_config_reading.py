@@ -165,6 +165,7 @@ def test_bad_value_is_named_with_what_is_allowed(architecture: str, key: str, va
         ("MixtralForCausalLM", "norm_topk_prob", False),
         ("MixtralForCausalLM", "attention_bias", True),
         ("MixtralForCausalLM", "num_local_experts", 0),
+        ("MixtralForCausalLM", "num_local_experts", 1025),
         ("Qwen3MoeForCausalLM", "use_sliding_window", True),
         ("Qwen3MoeForCausalLM", "decoder_sparse_step", 2),
         ("Qwen3MoeForCausalLM", "mlp_only_layers", [0]),
@@ -330,9 +331,7 @@ def test_sections_that_disagree_are_refused() -> None:
 
 
 def test_original_lengths_that_disagree_are_refused() -> None:
-    message = refusal(
-        "LlamaForCausalLM", rope_scaling=YARN, original_max_position_embeddings=128
-    )
+    message = refusal("LlamaForCausalLM", rope_scaling=YARN, original_max_position_embeddings=128)
     assert "original_max_position_embeddings: got 128" in message
 
 

@@ -20,6 +20,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+    # The corrections of 31 and 32 turns lie on either side of channel 1 here.
+    "yarn-default-betas": {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 580,
+    },
     "yarn-betas": {
         "rope_type": "yarn",
         "factor": 8.0,
@@ -91,9 +97,7 @@ def test_table_equals_transformers(kind: str) -> None:
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
     configuration = pytest.importorskip("transformers.models.llama.configuration_llama")
     section = KINDS[kind]
-    reference = modeling.LlamaRotaryEmbedding(
-        configuration.LlamaConfig(**config_values(section))
-    )
+    reference = modeling.LlamaRotaryEmbedding(configuration.LlamaConfig(**config_values(section)))
     original = section.get("original_max_position_embeddings", MAX_POSITIONS)
     position_T = torch.tensor([0, 1, original - 1, min(original, MAX_POSITIONS - 1), 1023])
     cos, sin = reference(torch.zeros(1, dtype=torch.float32), position_T[None])
@@ -108,9 +112,7 @@ def test_longrope_takes_its_short_factors_within_the_original_context() -> None:
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
     configuration = pytest.importorskip("transformers.models.llama.configuration_llama")
     section = KINDS["longrope"]
-    reference = modeling.LlamaRotaryEmbedding(
-        configuration.LlamaConfig(**config_values(section))
-    )
+    reference = modeling.LlamaRotaryEmbedding(configuration.LlamaConfig(**config_values(section)))
     position_T = torch.arange(128)
     cos, sin = reference(torch.zeros(1, dtype=torch.float32), position_T[None])
     table = cos_sin_table(our_rope(section), head_dim=20, max_len=128, device=CPU)

@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from subten.core import ConfigError, SamplingParams, refuse
-from subten.engine.llm import LLM, Completion
+from subten.engine.completion import Completion
+from subten.engine.llm import LLM
 from subten.engine.stats import LatencySummary
 
 
@@ -43,7 +44,7 @@ class LatencyShape:
 
 
 def measure_latency(
-    llm: LLM, shape: LatencyShape, *, progress: Callable[[float], None] = lambda share: None
+    llm: LLM, shape: LatencyShape, *, progress: Callable[[float], None] = lambda _share: None
 ) -> dict[str, Any]:
     """Run `shape` on `llm` and report milliseconds, tokens a second, bytes and sample counts.
 
@@ -85,7 +86,7 @@ def _result(
         "peak_memory_bytes": peak_memory_bytes(llm.device.kind),
         "weight_bytes": llm.loaded.weight_bytes,
         "dtype": str(llm.loaded.dtype).removeprefix("torch."),
-        "backends": dict(llm.ops.backend),
+        "backends": dict(llm.loaded.model.ops.backend),
     }
 
 

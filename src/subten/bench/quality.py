@@ -29,7 +29,7 @@ REFERENCE = "bf16"
 
 LOGIT_BYTES = {"cpu": 2**28, "cuda": 2**32}
 """Most bytes that the float32 logits of one chunk may take, by device; about five such tensors
-live at once."""
+live at once, so on a GPU a twelfth of the free memory is a limit too."""
 
 MAX_CHUNK = 512
 """Most tokens of one window that one step reads."""
@@ -64,7 +64,7 @@ def evaluate_kv(
     *,
     codecs: Sequence[str],
     window: int,
-    progress: Callable[[float], None] = lambda share: None,
+    progress: Callable[[float], None] = lambda _share: None,
 ) -> list[CodecQuality]:
     """Measure `codecs` on a text; one entry each, in their order.
 
@@ -76,12 +76,13 @@ def evaluate_kv(
     probes = {name: _Probe(model, kv_format(name, model.config.head_dim)) for name in names}
     windows = [token_ids[i : i + window] for i in range(0, len(token_ids), window)]
     windows = [part for part in windows if len(part) > 1]
+    rows_at_once = _rows_at_once(model)
     num_scored = sum(len(part) - 1 for part in windows)
     done = 0
-    for batch in _batches(windows, _rows_at_once(model)):
+    for batch in _batches(windows, rows_at_once):
         for probe in probes.values():
             probe.begin(batch)
-        for start, stop in _chunks(len(batch[0]), max(1, _rows_at_once(model) // len(batch))):
+        for start, stop in _chunks(len(batch[0]), max(1, rows_at_once // len(batch))):
             _score_chunk(probes, batch, start, stop)
             done += len(batch) * (stop - start)
             progress(min(1.0, done / (num_scored + len(windows))))
@@ -216,7 +217,10 @@ def _chunks(num_tokens: int, chunk: int) -> list[tuple[int, int]]:
 
 def _rows_at_once(model: Decoder) -> int:
     """Rows of float32 logits that LOGIT_BYTES allows."""
-    return max(1, LOGIT_BYTES[model.device.type] // (4 * model.config.vocab_size))
+    num_bytes = LOGIT_BYTES[model.device.type]
+    if model.device.type == "cuda":
+        num_bytes = min(num_bytes, torch.cuda.mem_get_info(model.device)[0] // 12)
+    return max(1, num_bytes // (4 * model.config.vocab_size))
 
 
 def _quantile(values: torch.Tensor, share: float) -> float:

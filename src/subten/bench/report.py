@@ -67,9 +67,11 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same as a Markdown table."""
-    align = [":--"] + ["--:"] * (len(header) - 1)
+def markdown_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, num_left: int = 1
+) -> str:
+    """The same in Markdown; the first `num_left` columns are flush left."""
+    align = [":--"] * num_left + ["--:"] * (len(header) - num_left)
     return "\n".join("| " + " | ".join(row) + " |" for row in [header, align, *rows])
 
 

@@ -1,5 +1,21 @@
 """INT8 and INT4: x ~ code * scale + min, per row or per group of channels.
 
+    min   = min(x) rounded down to BF16,   scale = (max(x) - min) / (2^b - 1) rounded up to BF16,
+    code  = (x - min) / scale to the nearest integer, ties to even.
+
+Rounded outwards, so that nothing clips: the error is at most scale / 2. Codes are made with the
+rounded metadata. BF16, since a scale or minimum in FP16 overflows at 65504 and vanishes at 6e-8;
+its coarser steps cost little, as the codes absorb them.
+
+int8 and int4 have one group: the whole row (int4 after a Hadamard rotation). int4_g32 and int4_g64
+have groups of 32 or 64 neighbouring channels; the last may be ragged, with metadata of its own.
+The scale plane holds the G scales of each row, the zero plane its G minima. INT4 codes are packed
+in nibbles (bits.pack_nibbles).
+
+The scale of a constant group only bridges the rounding of its minimum. A group with a NaN or an
+infinity has scale and minimum NaN and codes 0: it decodes to NaN as a whole. Magnitudes above
+3.3e38 count as 3.3e38.
+
 Letters: N rows, D head_dim, G groups of a row, C channels of a group, B bytes of one row in one
 plane.
 """
@@ -14,9 +30,11 @@ import torch
 from subten.codecs import KVCodec, RowBytes
 from subten.codecs.bits import (
     FLOAT_LIMIT,
+    are_finite,
     bf16_to_bytes,
     bytes_to_bf16,
     check_head_dim,
+    check_planes,
     check_rows,
     load_bf16,
     load_nibbles,
@@ -36,20 +54,24 @@ from subten.codecs.rotation import check_rotatable
 from subten.kernels.triton_shim import tl, triton_jit
 
 
+def _widths(head_dim: int, bits: int, group: int | None) -> RowBytes:
+    num_groups = -(-head_dim // (group or head_dim))
+    return RowBytes(codes=head_dim * bits // 8, scale=2 * num_groups, zero=2 * num_groups)
+
+
 def _row_bytes_int8(head_dim: int) -> RowBytes:
     check_head_dim("int8", head_dim)
-    return RowBytes(codes=head_dim, scale=2, zero=2)
+    return _widths(head_dim, 8, None)
 
 
 def _row_bytes_int4(head_dim: int) -> RowBytes:
     check_rotatable("int4", head_dim)
-    return RowBytes(codes=head_dim // 2, scale=2, zero=2)
+    return _widths(head_dim, 4, None)
 
 
 def _row_bytes_grouped(head_dim: int, *, group: int) -> RowBytes:
     check_head_dim(f"int4_g{group}", head_dim)
-    num_groups = -(-head_dim // group)
-    return RowBytes(codes=head_dim // 2, scale=2 * num_groups, zero=2 * num_groups)
+    return _widths(head_dim, 4, group)
 
 
 def _encode(
@@ -58,18 +80,16 @@ def _encode(
     check_rows(x_ND)
     head_dim, levels = x_ND.shape[-1], 2**bits - 1
     x_NGC = split_groups(x_ND, group or head_dim)
-    is_finite_NG1 = x_NGC.isfinite().all(dim=-1, keepdim=True)
-    x_NGC = torch.where(is_finite_NG1, x_NGC, 0.0).clamp(-FLOAT_LIMIT, FLOAT_LIMIT)
-    low_NG1 = round_bf16_down(x_NGC.amin(dim=-1, keepdim=True))
+    is_finite_NG1 = are_finite(x_NGC)
+    x_NGC = torch.where(is_finite_NG1, x_NGC, 0.0).clamp_(-FLOAT_LIMIT, FLOAT_LIMIT)
+    low_NG1, high_NG1 = torch.aminmax(x_NGC, dim=-1, keepdim=True)
+    low_NG1 = round_bf16_down(low_NG1)
     # Halves: the range of two finite numbers may exceed the largest one.
-    half_range_NG1 = x_NGC.amax(dim=-1, keepdim=True) / 2 - low_NG1 / 2
-    scale_NG1 = round_bf16_up(half_range_NG1 / (levels / 2))
+    scale_NG1 = round_bf16_up((high_NG1 / 2 - low_NG1 / 2) / (levels / 2))
     divisor_NG1 = torch.where(scale_NG1 > 0, scale_NG1, 1.0) / 2
     code_NGC = ((x_NGC / 2 - low_NG1 / 2) / divisor_NG1).round().to(torch.uint8)
     code_ND = code_NGC.flatten(-2)[..., :head_dim]
-    scale_NG1, low_NG1 = (
-        torch.where(is_finite_NG1, t, float("nan")) for t in (scale_NG1, low_NG1)
-    )
+    scale_NG1, low_NG1 = (torch.where(is_finite_NG1, t, float("nan")) for t in (scale_NG1, low_NG1))
     return (
         pack_nibbles(code_ND) if bits == 4 else code_ND.contiguous(),
         bf16_to_bytes(scale_NG1.squeeze(-1)),
@@ -86,21 +106,24 @@ def _decode(
     bits: int,
     group: int | None = None,
 ) -> torch.Tensor:
+    check_planes((codes_NB, scale_NB, zero_NB), _widths(head_dim, bits, group))
     code_ND = unpack_nibbles(codes_NB) if bits == 4 else codes_NB
-    code_NGC = split_groups(code_ND.float(), group or head_dim)
+    x_NGC = split_groups(code_ND.float(), group or head_dim)
     scale_NG1, low_NG1 = (bytes_to_bf16(t).unsqueeze(-1) for t in (scale_NB, zero_NB))
     # Counted from the middle level: the largest code times the largest scale would overflow.
     middle = (2**bits - 1) / 2
-    x_NGC = torch.addcmul(low_NG1 + middle * scale_NG1, code_NGC - middle, scale_NG1)
+    x_NGC.sub_(middle).mul_(scale_NG1).add_(low_NG1 + middle * scale_NG1)
     return x_NGC.flatten(-2)[..., :head_dim]
 
 
+# One program encodes the rows of its tile, each on its own: the tile as [N, G, C], two reductions
+# over C, then one pass over the codes. Writes b * D / 8 + 4 * G bytes a row.
 @triton_jit
 def _device_encode(
-    x_ND: Any,
-    page_N: Any,
-    row_N: Any,
-    mask_N: Any,
+    x_ND: tl.tensor,
+    page_N: tl.tensor,
+    row_N: tl.tensor,
+    mask_N: tl.tensor,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
@@ -138,16 +161,20 @@ def _device_encode(
         code_ptr = (page_N + CODES + row_N * HEAD_DIM)[:, None] + d[None, :]
         tl.store(code_ptr, code_ND.to(tl.uint8), mask=mask_N[:, None] & (d < HEAD_DIM)[None, :])
     mask_NG = mask_N[:, None] & (g < NUM_GROUPS)[None, :]
-    group_NG = (row_N * (2 * NUM_GROUPS))[:, None] + (2 * g)[None, :]
-    store_bf16(page_N[:, None] + SCALE + group_NG, nan_where(is_bad_NG, scale_NG), mask_NG)
-    store_bf16(page_N[:, None] + ZERO + group_NG, nan_where(is_bad_NG, low_NG), mask_NG)
+    index_NG = row_N[:, None] * NUM_GROUPS + g[None, :]
+    page_N1 = page_N[:, None]
+    store_bf16(page_N1 + SCALE, index_NG, nan_where(is_bad_NG, scale_NG), mask_NG)
+    store_bf16(page_N1 + ZERO, index_NG, nan_where(is_bad_NG, low_NG), mask_NG)
 
 
+# Codes are the integers 0..255 or 0..15, exact in FP16 and BF16 too, so that a dot product of codes
+# loses nothing; scale and minimum act on scores and on P, once a row. Reads b * D / 8 + 4 bytes a
+# row, in 16-byte loads where the bytes of a row are a multiple of 16.
 @triton_jit
 def _device_decode_row(
-    page: Any,
-    row_N: Any,
-    mask_N: Any,
+    page: tl.tensor,
+    row_N: tl.tensor,
+    mask_N: tl.tensor,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
@@ -165,15 +192,16 @@ def _device_decode_row(
         code_ND = tl.load(code_ptr, mask=mask_ND, other=0).to(tl.int32)
     # The code as the low bits of 2^23, less 2^23: cheaper than an integer conversion.
     code_ND = (code_ND | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-    scale_N = load_bf16(page + SCALE + row_N * 2, mask_N)
-    return code_ND, scale_N, load_bf16(page + ZERO + row_N * 2, mask_N)
+    scale_N = load_bf16(page + SCALE, row_N, mask_N)
+    return code_ND, scale_N, load_bf16(page + ZERO, row_N, mask_N)
 
 
+# Values, not codes: scales along the head dimension cannot act on a whole row.
 @triton_jit
 def _device_decode_groups(
-    page: Any,
-    row_N: Any,
-    mask_N: Any,
+    page: tl.tensor,
+    row_N: tl.tensor,
+    mask_N: tl.tensor,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
@@ -187,13 +215,13 @@ def _device_decode_groups(
     NUM_GROUPS: tl.constexpr = (HEAD_DIM + CHANNELS - 1) // CHANNELS
     row_ptr_N = page + CODES + row_N * (HEAD_DIM // 2)
     code_ND = load_nibbles(row_ptr_N, mask_N, HEAD_DIM, BLOCK_D)
-    # The code as bits 4..7 of 2^19, less 2^19 + 7.5: counted from the middle level, as in `_decode`.
+    # The code as bits 4..7 of 2^19, less 2^19 + 7.5: from the middle level, as in `_decode`.
     code_ND = ((code_ND << 4) | 0x49000000).to(tl.float32, bitcast=True) - 524295.5
     g = tl.arange(0, BLOCK_G)
     mask_NG = mask_N[:, None] & (g < NUM_GROUPS)[None, :]
-    group_ptr = page + row_N[:, None] * (2 * NUM_GROUPS) + (2 * g)[None, :]
-    scale_NG = load_bf16(group_ptr + SCALE, mask_NG)
-    middle_NG = load_bf16(group_ptr + ZERO, mask_NG) + 7.5 * scale_NG
+    index_NG = row_N[:, None] * NUM_GROUPS + g[None, :]
+    scale_NG = load_bf16(page + SCALE, index_NG, mask_NG)
+    middle_NG = load_bf16(page + ZERO, index_NG, mask_NG) + 7.5 * scale_NG
     code_NGC = tl.reshape(code_ND, (NUM_ROWS, BLOCK_G, CHANNELS))
     value_NGC = code_NGC * scale_NG[:, :, None] + middle_NG[:, :, None]
     value_ND = tl.reshape(value_NGC, (NUM_ROWS, BLOCK_D))
@@ -203,139 +231,123 @@ def _device_decode_groups(
 
 @triton_jit
 def _device_encode_int8(
-    x_ND: Any,
-    page_N: Any,
-    row_N: Any,
-    mask_N: Any,
+    x_ND: tl.tensor,
+    page_N: tl.tensor,
+    row_N: tl.tensor,
+    mask_N: tl.tensor,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    _device_encode(
-        x_ND, page_N, row_N, mask_N, CODES, SCALE, ZERO, HEAD_DIM, BLOCK_D, 8, BLOCK_D
-    )
+    _device_encode(x_ND, page_N, row_N, mask_N, CODES, SCALE, ZERO, HEAD_DIM, BLOCK_D, 8, BLOCK_D)
 
 
 @triton_jit
 def _device_decode_int8(
-    page: Any,
-    row_N: Any,
-    mask_N: Any,
+    page: tl.tensor,
+    row_N: tl.tensor,
+    mask_N: tl.tensor,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> Any:
-    return _device_decode_row(
-        page, row_N, mask_N, CODES, SCALE, ZERO, HEAD_DIM, BLOCK_D, 8
-    )
+    return _device_decode_row(page, row_N, mask_N, CODES, SCALE, ZERO, HEAD_DIM, BLOCK_D, 8)
 
 
 @triton_jit
 def _device_encode_int4(
-    x_ND: Any,
-    page_N: Any,
-    row_N: Any,
-    mask_N: Any,
+    x_ND: tl.tensor,
+    page_N: tl.tensor,
+    row_N: tl.tensor,
+    mask_N: tl.tensor,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    _device_encode(
-        x_ND, page_N, row_N, mask_N, CODES, SCALE, ZERO, HEAD_DIM, BLOCK_D, 4, BLOCK_D
-    )
+    _device_encode(x_ND, page_N, row_N, mask_N, CODES, SCALE, ZERO, HEAD_DIM, BLOCK_D, 4, BLOCK_D)
 
 
 @triton_jit
 def _device_decode_int4(
-    page: Any,
-    row_N: Any,
-    mask_N: Any,
+    page: tl.tensor,
+    row_N: tl.tensor,
+    mask_N: tl.tensor,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> Any:
-    return _device_decode_row(
-        page, row_N, mask_N, CODES, SCALE, ZERO, HEAD_DIM, BLOCK_D, 4
-    )
+    return _device_decode_row(page, row_N, mask_N, CODES, SCALE, ZERO, HEAD_DIM, BLOCK_D, 4)
 
 
 @triton_jit
 def _device_encode_int4_g32(
-    x_ND: Any,
-    page_N: Any,
-    row_N: Any,
-    mask_N: Any,
+    x_ND: tl.tensor,
+    page_N: tl.tensor,
+    row_N: tl.tensor,
+    mask_N: tl.tensor,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    _device_encode(
-        x_ND, page_N, row_N, mask_N, CODES, SCALE, ZERO, HEAD_DIM, BLOCK_D, 4, 32
-    )
+    _device_encode(x_ND, page_N, row_N, mask_N, CODES, SCALE, ZERO, HEAD_DIM, BLOCK_D, 4, 32)
 
 
 @triton_jit
 def _device_decode_int4_g32(
-    page: Any,
-    row_N: Any,
-    mask_N: Any,
+    page: tl.tensor,
+    row_N: tl.tensor,
+    mask_N: tl.tensor,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> Any:
-    return _device_decode_groups(
-        page, row_N, mask_N, CODES, SCALE, ZERO, HEAD_DIM, BLOCK_D, 32
-    )
+    return _device_decode_groups(page, row_N, mask_N, CODES, SCALE, ZERO, HEAD_DIM, BLOCK_D, 32)
 
 
 @triton_jit
 def _device_encode_int4_g64(
-    x_ND: Any,
-    page_N: Any,
-    row_N: Any,
-    mask_N: Any,
+    x_ND: tl.tensor,
+    page_N: tl.tensor,
+    row_N: tl.tensor,
+    mask_N: tl.tensor,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    _device_encode(
-        x_ND, page_N, row_N, mask_N, CODES, SCALE, ZERO, HEAD_DIM, BLOCK_D, 4, 64
-    )
+    _device_encode(x_ND, page_N, row_N, mask_N, CODES, SCALE, ZERO, HEAD_DIM, BLOCK_D, 4, 64)
 
 
 @triton_jit
 def _device_decode_int4_g64(
-    page: Any,
-    row_N: Any,
-    mask_N: Any,
+    page: tl.tensor,
+    row_N: tl.tensor,
+    mask_N: tl.tensor,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> Any:
-    return _device_decode_groups(
-        page, row_N, mask_N, CODES, SCALE, ZERO, HEAD_DIM, BLOCK_D, 64
-    )
+    return _device_decode_groups(page, row_N, mask_N, CODES, SCALE, ZERO, HEAD_DIM, BLOCK_D, 64)
 
 
 INT8 = KVCodec(
     name="int8",
-    summary="asymmetric INT8, one BF16 scale and minimum a token and head",
+    summary="asymmetric INT8, BF16 scale and minimum a token and head",
     is_rotated=False,
     row_bytes=_row_bytes_int8,
     encode=functools.partial(_encode, bits=8),
@@ -346,7 +358,7 @@ INT8 = KVCodec(
 
 INT4 = KVCodec(
     name="int4",
-    summary="asymmetric INT4 after a Hadamard rotation, one BF16 scale and minimum a token and head",
+    summary="asymmetric INT4 after a Hadamard rotation, BF16 scale and minimum a token and head",
     is_rotated=True,
     row_bytes=_row_bytes_int4,
     encode=functools.partial(_encode, bits=4),

@@ -46,13 +46,19 @@ def check_planes(planes: tuple[torch.Tensor, torch.Tensor, torch.Tensor], row: R
     assert all(plane_NB.dtype == torch.uint8 for plane_NB in planes), planes[0].dtype
 
 
+def are_finite(x_NC: torch.Tensor) -> torch.Tensor:
+    """[..., C] float32 -> [..., 1] bool: no NaN and no infinity among the C values."""
+    # A maximum propagates NaN, and NaN is not below anything.
+    return x_NC.abs().amax(dim=-1, keepdim=True) < float("inf")
+
+
 def split_groups(x_ND: torch.Tensor, group: int) -> torch.Tensor:
     """[N, D] -> [N, G, C]; a ragged last group repeats the row's last value (same min and max)."""
     head_dim = x_ND.shape[-1]
     missing = -head_dim % group
     if missing:
         x_ND = torch.cat([x_ND, x_ND[..., -1:].expand(*x_ND.shape[:-1], missing)], dim=-1)
-    return x_ND.unflatten(-1, (-1, group))
+    return x_ND.reshape(*x_ND.shape[:-1], -(-head_dim // group), group)
 
 
 def round_bf16_up(x: torch.Tensor) -> torch.Tensor:
@@ -68,8 +74,10 @@ def round_bf16_down(x: torch.Tensor) -> torch.Tensor:
 
 
 def bf16_to_bytes(x_NG: torch.Tensor) -> torch.Tensor:
-    """[N, G] float32 that BF16 holds exactly -> [N, 2G] uint8, little endian."""
-    return x_NG.to(torch.bfloat16).contiguous().view(torch.uint8)
+    """[N, G] float32 that BF16 holds exactly, or NaN -> [N, 2G] uint8, little endian."""
+    # The upper half of the pattern: a cast would choose its own NaN, by vector width.
+    bits_NG = x_NG.view(torch.int32)
+    return torch.stack([bits_NG >> 16, bits_NG >> 24], dim=-1).to(torch.uint8).flatten(-2)
 
 
 def bytes_to_bf16(bytes_NB: torch.Tensor) -> torch.Tensor:
@@ -89,47 +97,52 @@ def unpack_nibbles(byte_NH: torch.Tensor) -> torch.Tensor:
 
 
 @triton_jit
-def magnitude_bits(x: Any) -> Any:
+def magnitude_bits(x: tl.tensor) -> Any:
     """float32 -> int32 pattern without its sign; 0x7F800000 and above are infinity and NaN."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton_jit
-def nan_where(is_bad: Any, x: Any) -> Any:
+def nan_where(is_bad: tl.tensor, x: tl.tensor) -> Any:
     """`x` (float32) with NaN where `is_bad`."""
     return tl.where(is_bad, float("nan"), x)
 
 
 @triton_jit
-def round_bf16_up_device(x: Any) -> Any:
+def round_bf16_up_device(x: tl.tensor) -> Any:
     """Device twin of `round_bf16_up`."""
     return ((x.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton_jit
-def round_bf16_down_device(x: Any) -> Any:
+def round_bf16_down_device(x: tl.tensor) -> Any:
     """Device twin of `round_bf16_down`."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + ((bits >> 31) & 0xFFFF)) & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton_jit
-def store_bf16(byte_ptr: Any, x: Any, mask: Any) -> None:
-    """Store float32 that BF16 holds exactly at even byte pointers."""
+def store_bf16(plane_ptr: tl.tensor, index: tl.tensor, x: tl.tensor, mask: tl.tensor) -> None:
+    """Store float32 that BF16 holds exactly, or NaN, as BF16 number `index` of a plane of bytes."""
     half = (x.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
-    tl.store(byte_ptr.to(tl.pointer_type(tl.uint16)), half, mask=mask)
+    # Cast before indexing: the compiler then sees neighbours and widens the access.
+    tl.store(plane_ptr.to(tl.pointer_type(tl.uint16)) + index, half, mask=mask)
 
 
 @triton_jit
-def load_bf16(byte_ptr: Any, mask: Any) -> Any:
-    """BF16 at even byte pointers as float32; 0 where masked."""
-    half = tl.load(byte_ptr.to(tl.pointer_type(tl.uint16)), mask=mask, other=0)
+def load_bf16(plane_ptr: tl.tensor, index: tl.tensor, mask: tl.tensor) -> Any:
+    """BF16 number `index` of a plane of bytes, as float32; 0 where masked."""
+    half = tl.load(plane_ptr.to(tl.pointer_type(tl.uint16)) + index, mask=mask, other=0)
     return (half.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton_jit
 def store_nibbles(
-    row_ptr_N: Any, code_ND: Any, mask_N: Any, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+    row_ptr_N: tl.tensor,
+    code_ND: tl.tensor,
+    mask_N: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ) -> None:
     """Device twin of `pack_nibbles`: int32 codes below 16 to the H bytes at `row_ptr_N`."""
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -150,7 +163,7 @@ def store_nibbles(
 
 @triton_jit
 def load_nibbles(
-    row_ptr_N: Any, mask_N: Any, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+    row_ptr_N: tl.tensor, mask_N: tl.tensor, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ) -> Any:
     """Device twin of `unpack_nibbles`: int32 [N, BLOCK_D], 0 where masked or past HEAD_DIM."""
     HALF: tl.constexpr = HEAD_DIM // 2

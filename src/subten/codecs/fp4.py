@@ -1,5 +1,24 @@
 """FP4: E2M1 codes with an E4M3 scale per 16 channels (fp4) or a power of two per 32 (fp4_mx).
 
+E2M1 holds 0, .5, 1, 1.5, 2, 3, 4, 6 and a sign; nearest, ties to the even code; bit 3 is the sign,
+bits 2..0 the magnitude. Codes are packed in nibbles (bits.pack_nibbles).
+
+fp4, after NVFP4 (NVIDIA, "Introducing NVFP4", 2025): x ~ code * E4M3 scale of 16 channels * 2^e.
+NVFP4's second level is one FP32 scale a tensor; tokens that are written one by one have no tensor,
+so the second level is a power of two a row: E8M0 (a byte, 2^(byte - 127)) in the zero plane, the
+least under which no E4M3 scale exceeds 448. Scales round to nearest, as NVFP4's do: the largest
+value may lie up to 6.375 times its scale and is stored as 6, nearer than half of the step below. In
+E4M3's subnormal range, where nearest could halve a scale, they round up.
+
+fp4_mx, after MXFP4 (OCP Microscaling Formats v1.0, 2023, sections 5.3 and 6.3): x ~ code * E8M0
+scale of 32 channels. The specification's conversion divides the largest power of two <= absmax by
+that of E2M1 (4), so that values between 6 and 8 scales saturate; here the exponent is one higher
+where that would happen. The bytes are valid MXFP4 either way.
+
+A last group may be ragged, and has its own scale. A row (fp4) or group (fp4_mx) with a NaN or an
+infinity has the E8M0 byte 255, which is NaN: it decodes to NaN as a whole. Magnitudes above 2.97e38
+count as 2.97e38, which is within half of the step there.
+
 Letters: N rows, D head_dim, G groups of a row, C channels of a group, B bytes of one row in one
 plane.
 """
@@ -12,6 +31,7 @@ import torch
 
 from subten.codecs import KVCodec, RowBytes
 from subten.codecs.bits import (
+    are_finite,
     check_head_dim,
     check_planes,
     check_rows,
@@ -26,7 +46,7 @@ from subten.codecs.bits import (
 from subten.codecs.fp8 import e4m3_bits, e4m3_over_256
 from subten.kernels.triton_shim import tl, triton_jit
 
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_MAX = 6.0
 GROUP, GROUP_MX = 16, 32
 LIMIT = 2.97e38
 """Larger magnitudes are taken as this: the value 6 times a scale rounded up must not overflow."""
@@ -48,12 +68,12 @@ def _row_bytes_mx(head_dim: int) -> RowBytes:
 def _encode(x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     check_rows(x_ND)
     head_dim = x_ND.shape[-1]
-    is_finite_N1 = x_ND.isfinite().all(dim=-1, keepdim=True)
+    is_finite_N1 = are_finite(x_ND)
     x_ND = torch.where(is_finite_N1, x_ND, 0.0).clamp(-LIMIT, LIMIT)
     # 6 * 448 * 2^exponent is the largest value: 1.3125 * 2^11, so a mantissa above .3125 carries.
     exponent_N1 = _exponent(x_ND.abs().amax(dim=-1, keepdim=True), carry=0x57FFFF, emax=11)
     x_NGC = split_groups(x_ND * _power_of_two(254 - exponent_N1), GROUP)
-    scale_NG1 = _round_e4m3(x_NGC.abs().amax(dim=-1, keepdim=True) / E2M1_VALUES[-1])
+    scale_NG1 = _round_e4m3(x_NGC.abs().amax(dim=-1, keepdim=True) / E2M1_MAX)
     value_NG1 = scale_NG1.float()
     code_NGC = _round_e2m1(x_NGC / torch.where(value_NG1 > 0, value_NG1, 1.0))
     return (
@@ -76,7 +96,7 @@ def _encode_mx(x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     check_rows(x_ND)
     head_dim = x_ND.shape[-1]
     x_NGC = split_groups(x_ND, GROUP_MX)
-    is_finite_NG1 = x_NGC.isfinite().all(dim=-1, keepdim=True)
+    is_finite_NG1 = are_finite(x_NGC)
     x_NGC = torch.where(is_finite_NG1, x_NGC, 0.0).clamp(-LIMIT, LIMIT)
     # 6 * 2^exponent is the largest value: 1.5 * 2^2, so a mantissa above .5 carries.
     exponent_NG1 = _exponent(x_NGC.abs().amax(dim=-1, keepdim=True), carry=0x3FFFFF, emax=2)
@@ -135,26 +155,27 @@ def _round_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 def _e2m1_values(code: torch.Tensor) -> torch.Tensor:
     """Nibbles (uint8) as float32."""
-    table = torch.tensor(
-        E2M1_VALUES + tuple(-value for value in E2M1_VALUES), device=code.device
-    )
-    return table[code.to(torch.int32)]
+    # E2M1 and FP16 differ in the width of the mantissa and, by 14, in the bias of the exponent;
+    # a table of 16 values, gathered, takes six times as long on a CPU.
+    half = code.to(torch.int16)
+    half = ((half & 7) << 9) | ((half << 12) & -0x8000)
+    return half.view(torch.float16).float().mul_(2.0**14)
 
 
 @triton_jit
-def _exponent_device(absmax: Any, CARRY: tl.constexpr, EMAX: tl.constexpr) -> Any:
+def _exponent_device(absmax: tl.tensor, CARRY: tl.constexpr, EMAX: tl.constexpr) -> Any:
     """Device twin of `_exponent`."""
     return tl.maximum(((absmax.to(tl.int32, bitcast=True) + CARRY) >> 23) - EMAX, 1)
 
 
 @triton_jit
-def _power_of_two_device(biased_exponent: Any) -> Any:
+def _power_of_two_device(biased_exponent: tl.tensor) -> Any:
     """Device twin of `_power_of_two`; 0 for 0."""
     return (biased_exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton_jit
-def _e2m1_bits(x: Any) -> Any:
+def _e2m1_bits(x: tl.tensor) -> Any:
     """Device twin of `_round_e2m1`; int32."""
     size = tl.abs(x)
     code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32)
@@ -165,7 +186,7 @@ def _e2m1_bits(x: Any) -> Any:
 
 
 @triton_jit
-def _e2m1_over_2_to_14(code: Any) -> Any:
+def _e2m1_over_2_to_14(code: tl.tensor) -> Any:
     """Nibbles (int32) as float32 divided by 2^14, exactly.
 
     E2M1 and FP16 differ in the width of the mantissa and, by 14, in the bias of the exponent.
@@ -174,12 +195,14 @@ def _e2m1_over_2_to_14(code: Any) -> Any:
     return half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
+# One program encodes the rows of its tile, each on its own: absmax of a row, absmax of the groups
+# of the tile as [N, G, 16], then one pass over the codes. Writes D / 2 + G + 1 bytes a row.
 @triton_jit
 def _device_encode(
-    x_ND: Any,
-    page_N: Any,
-    row_N: Any,
-    mask_N: Any,
+    x_ND: tl.tensor,
+    page_N: tl.tensor,
+    row_N: tl.tensor,
+    mask_N: tl.tensor,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
@@ -197,8 +220,9 @@ def _device_encode(
     x_ND = x_ND * _power_of_two_device(254 - exponent_N)[:, None]
     x_NGC = tl.reshape(x_ND, (NUM_ROWS, BLOCK_G, 16))
     scale_NG = tl.div_rn(tl.max(tl.abs(x_NGC), axis=2), 6.0)
-    up_NG = tl.ceil(scale_NG * 512.0) * 0.001953125
-    byte_NG = e4m3_bits(tl.where(scale_NG < 0.015625, up_NG, scale_NG))
+    byte_NG = e4m3_bits(scale_NG)
+    is_short_NG = e4m3_over_256(byte_NG) * 256.0 < scale_NG
+    byte_NG += (is_short_NG & (scale_NG < 0.015625)).to(tl.int32)
     value_NG = e4m3_over_256(byte_NG) * 256.0
     y_NGC = tl.div_rn(x_NGC, tl.where(value_NG > 0, value_NG, 1.0)[:, :, None])
     code_ND = tl.reshape(_e2m1_bits(y_NGC), (NUM_ROWS, BLOCK_D))
@@ -210,11 +234,13 @@ def _device_encode(
     tl.store(page_N + ZERO + row_N, exponent_N.to(tl.uint8), mask=mask_N)
 
 
+# Codes are E2M1 times E4M3: 6 significant bits, 2^-10 to 2688, exact in FP16 and BF16 too; the
+# row's power of two acts on scores and on P. Reads D / 2 + G + 1 bytes a row.
 @triton_jit
 def _device_decode(
-    page: Any,
-    row_N: Any,
-    mask_N: Any,
+    page: tl.tensor,
+    row_N: tl.tensor,
+    mask_N: tl.tensor,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
@@ -228,8 +254,7 @@ def _device_decode(
     g = tl.arange(0, BLOCK_G)
     scale_ptr = page + SCALE + row_N[:, None] * NUM_GROUPS + g[None, :]
     mask_NG = mask_N[:, None] & (g < NUM_GROUPS)[None, :]
-    # 2^22: what E2M1 over 2^14 and E4M3 over 2^8 lack. The product is at most 6 * 448 and has 6
-    # significant bits, so that it is exact in FP16 and BF16 too; the row's exponent stays outside.
+    # 2^22: what E2M1 over 2^14 and E4M3 over 2^8 lack.
     scale_NG = e4m3_over_256(tl.load(scale_ptr, mask=mask_NG, other=0)) * 4194304.0
     value_NGC = tl.reshape(_e2m1_over_2_to_14(code_ND), (NUM_ROWS, BLOCK_G, 16))
     value_ND = tl.reshape(value_NGC * scale_NG[:, :, None], (NUM_ROWS, BLOCK_D))
@@ -238,12 +263,13 @@ def _device_decode(
     return value_ND, scale_N, tl.zeros_like(scale_N)
 
 
+# As `_device_encode`, without the level of the row, and without a division.
 @triton_jit
 def _device_encode_mx(
-    x_ND: Any,
-    page_N: Any,
-    row_N: Any,
-    mask_N: Any,
+    x_ND: tl.tensor,
+    page_N: tl.tensor,
+    row_N: tl.tensor,
+    mask_N: tl.tensor,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
@@ -270,11 +296,12 @@ def _device_encode_mx(
     tl.store(scale_ptr, exponent_NG.to(tl.uint8), mask=mask_N[:, None] & (g < NUM_GROUPS)[None, :])
 
 
+# Values, not codes: scales along the head dimension cannot act on a whole row.
 @triton_jit
 def _device_decode_mx(
-    page: Any,
-    row_N: Any,
-    mask_N: Any,
+    page: tl.tensor,
+    row_N: tl.tensor,
+    mask_N: tl.tensor,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,

@@ -1,4 +1,7 @@
-"""Plain rows: FP32 and BF16 bytes, little endian, without metadata; the yardstick.
+"""Plain rows: FP32 and BF16 values, little endian, without metadata; the yardstick.
+
+FP32 keeps every bit. BF16 rounds to nearest, ties to even, except that a finite value above BF16's
+largest becomes the largest, not infinity. NaN and infinities stay what they are, each in its place.
 
 Letters: N rows, D head_dim, B bytes of one row in one plane.
 """
@@ -44,7 +47,7 @@ def _decode_fp32(
 
 def _encode_bf16(x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     check_rows(x_ND)
-    # Finite stays finite: above BF16's largest value, nearest rounding alone would give infinity.
+    # Above BF16's largest value nearest rounding alone would give infinity.
     x_ND = torch.where(x_ND.isinf(), x_ND, x_ND.clamp(-BF16_MAX, BF16_MAX))
     return _no_metadata(x_ND.to(torch.bfloat16).contiguous().view(torch.uint8))
 
@@ -58,10 +61,10 @@ def _decode_bf16(
 
 @triton_jit
 def _device_encode_fp32(
-    x_ND: Any,
-    page_N: Any,
-    row_N: Any,
-    mask_N: Any,
+    x_ND: tl.tensor,
+    page_N: tl.tensor,
+    row_N: tl.tensor,
+    mask_N: tl.tensor,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
@@ -70,17 +73,16 @@ def _device_encode_fp32(
 ) -> None:
     tl.static_assert(CODES < SCALE and SCALE <= ZERO)
     d = tl.arange(0, BLOCK_D)
-    row_ptr_N = (page_N + CODES + row_N * (4 * HEAD_DIM)).to(tl.pointer_type(tl.float32))
-    tl.store(
-        row_ptr_N[:, None] + d[None, :], x_ND, mask=mask_N[:, None] & (d < HEAD_DIM)[None, :]
-    )
+    value_ptr = (page_N + CODES).to(tl.pointer_type(tl.float32))[:, None]
+    value_ptr += row_N[:, None] * HEAD_DIM + d[None, :]
+    tl.store(value_ptr, x_ND, mask=mask_N[:, None] & (d < HEAD_DIM)[None, :])
 
 
 @triton_jit
 def _device_decode_fp32(
-    page: Any,
-    row_N: Any,
-    mask_N: Any,
+    page: tl.tensor,
+    row_N: tl.tensor,
+    mask_N: tl.tensor,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
@@ -89,18 +91,18 @@ def _device_decode_fp32(
 ) -> Any:
     tl.static_assert(CODES < SCALE and SCALE <= ZERO)
     d = tl.arange(0, BLOCK_D)
-    row_ptr_N = (page + CODES + row_N * (4 * HEAD_DIM)).to(tl.pointer_type(tl.float32))
+    value_ptr = (page + CODES).to(tl.pointer_type(tl.float32))
     mask_ND = mask_N[:, None] & (d < HEAD_DIM)[None, :]
-    code_ND = tl.load(row_ptr_N[:, None] + d[None, :], mask=mask_ND, other=0.0)
+    code_ND = tl.load(value_ptr + row_N[:, None] * HEAD_DIM + d[None, :], mask=mask_ND, other=0.0)
     return code_ND, mask_N.to(tl.float32), tl.zeros_like(mask_N.to(tl.float32))
 
 
 @triton_jit
 def _device_encode_bf16(
-    x_ND: Any,
-    page_N: Any,
-    row_N: Any,
-    mask_N: Any,
+    x_ND: tl.tensor,
+    page_N: tl.tensor,
+    row_N: tl.tensor,
+    mask_N: tl.tensor,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
@@ -114,16 +116,16 @@ def _device_encode_bf16(
     half_ND = tl.where(size_ND < 0x7F800000, tl.minimum(half_ND, 0x7F7F), 0x7F80)
     half_ND = tl.where(size_ND > 0x7F800000, 0x7FC0, half_ND)
     half_ND = half_ND | ((x_ND.to(tl.int32, bitcast=True) >> 16) & 0x8000)
-    row_ptr_N = (page_N + CODES + row_N * (2 * HEAD_DIM)).to(tl.pointer_type(tl.uint16))
-    mask_ND = mask_N[:, None] & (d < HEAD_DIM)[None, :]
-    tl.store(row_ptr_N[:, None] + d[None, :], half_ND.to(tl.uint16), mask=mask_ND)
+    value_ptr = (page_N + CODES).to(tl.pointer_type(tl.uint16))[:, None]
+    value_ptr += row_N[:, None] * HEAD_DIM + d[None, :]
+    tl.store(value_ptr, half_ND.to(tl.uint16), mask=mask_N[:, None] & (d < HEAD_DIM)[None, :])
 
 
 @triton_jit
 def _device_decode_bf16(
-    page: Any,
-    row_N: Any,
-    mask_N: Any,
+    page: tl.tensor,
+    row_N: tl.tensor,
+    mask_N: tl.tensor,
     CODES: tl.constexpr,
     SCALE: tl.constexpr,
     ZERO: tl.constexpr,
@@ -133,8 +135,7 @@ def _device_decode_bf16(
     tl.static_assert(CODES < SCALE and SCALE <= ZERO)
     d = tl.arange(0, BLOCK_D)
     mask_ND = mask_N[:, None] & (d < HEAD_DIM)[None, :]
-    row_ptr_N = page + CODES + row_N * (2 * HEAD_DIM)
-    code_ND = load_bf16(row_ptr_N[:, None] + (2 * d)[None, :], mask_ND)
+    code_ND = load_bf16(page + CODES, row_N[:, None] * HEAD_DIM + d[None, :], mask_ND)
     return code_ND, mask_N.to(tl.float32), tl.zeros_like(mask_N.to(tl.float32))
 
 

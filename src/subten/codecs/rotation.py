@@ -39,8 +39,11 @@ def hadamard(head_dim: int, device: torch.device) -> torch.Tensor:
     """
     check_rotatable("int4", head_dim)
     block = head_dim & -head_dim
-    sign = torch.ones(1, 1, dtype=torch.float64)
-    while sign.shape[0] < block:
-        sign = torch.cat([torch.cat([sign, sign], 1), torch.cat([sign, -sign], 1)], 0)
-    rotation_DD = torch.block_diag(*[sign / block**0.5] * (head_dim // block))
-    return rotation_DD.to(device=device, dtype=torch.float32)
+    # A first call under inference mode would else leave later callers a tensor without autograd.
+    with torch.inference_mode(False):
+        sign = torch.ones(1, 1, dtype=torch.float64)
+        while sign.shape[0] < block:
+            sign = torch.cat([torch.cat([sign, sign], 1), torch.cat([sign, -sign], 1)], 0)
+        blocks = torch.eye(head_dim // block, dtype=torch.float64)
+        rotation_DD = torch.kron(blocks, sign / block**0.5)
+        return rotation_DD.to(device=device, dtype=torch.float32)

@@ -25,7 +25,8 @@ class Completion:
     `token_ids` has every token that was generated; `text` leaves out the token or the stop string
     that ended it. `kv_bytes` are the bytes of the pages that the request held at its end, pages
     shared with others included; `kv_true_bits` is those bits over the elements cached in them, so
-    that a last page with few tokens raises it; None where nothing was cached.
+    that a last page with few tokens raises it; None where nothing was cached. In full pages it
+    would be `kv_full_page_bits`.
     """
 
     text: str
@@ -37,6 +38,7 @@ class Completion:
     timings: Timings
     kv_cache_dtype: str
     kv_true_bits: float | None
+    kv_full_page_bits: float
     kv_bytes: int
 
     @property

@@ -136,9 +136,11 @@ class Engine:
 
     def _event(self, record: RequestRecord, token: int, now_s: float) -> TokenEvent:
         if token == BAD_LOGITS:
-            position = record.sequence.num_computed
-            detail = f"logits after position {position} are NaN or have no finite value"
-            return self._end(record, FinishReason.ERROR, detail=detail)
+            where = f"after output token {record.sequence.num_output}"
+            if record.sequence.num_output == 0:
+                where = "of the prompt"
+            detail = f"the logits {where} are NaN, infinite or all -infinite"
+            return self._end(record, FinishReason.ERROR, detail=detail, time_s=now_s)
         record.token_times_s.append(now_s)
         self.stats.num_output_tokens += 1
         reason = self._find_end(record, token)

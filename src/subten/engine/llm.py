@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,13 +15,11 @@ from subten.cache.allocator import PageAllocator
 from subten.cache.pool import PagePool
 from subten.config import EngineConfig
 from subten.core import (
-    ConfigError,
     Request,
     RequestError,
     SamplingParams,
     TokenEvent,
     UserError,
-    refuse,
 )
 from subten.engine.completion import Chunk, Completion, Usage
 from subten.engine.engine import Engine, RequestRecord
@@ -32,11 +30,14 @@ from subten.engine.prompts import (
     as_token_ids,
     check_stop_ids,
 )
-from subten.engine.resolve import resolve_limits, resolve_placement
+from subten.engine.resolve import check_loaded, resolve_device, resolve_limits
 from subten.engine.runner import Runner
 from subten.engine.scheduler import Scheduler
-from subten.engine.stop import TextOutput
+from subten.engine.stop import NoText, TextOutput
+from subten.tokenizer import Tokenizer
 from subten.weights.load import LoadedModel, load_model
+
+__all__ = ["LLM", "Chunk", "Completion", "Usage"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -53,8 +54,9 @@ class LLM:
     """A model ready to continue text; instances are independent of one another.
 
     `model` is a folder, a GGUF file or a name that `load_model` knows, or a model it has loaded.
-    The other parameters are the fields of `EngineConfig`. Calls from several threads at a time are
-    not supported; several open streams in one thread are.
+    The other parameters are the fields of `EngineConfig`, and `progress(done, total)`, called as
+    weights are loaded. Calls from several threads at a time are not supported; several open
+    streams in one thread are.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class LLM:
         cpu_kv_cache_bytes: int = 256 * 2**20,
         enable_prefix_caching: bool = True,
         seed: int = 0,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.config = EngineConfig(
             kv_cache_dtype=kv_cache_dtype,
@@ -88,7 +91,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             seed=seed,
         )
-        self._start(model)
+        self._start(model, progress)
 
     def generate(
         self,
@@ -160,39 +163,36 @@ class LLM:
         if self._is_open:
             self.close()
 
-    def _start(self, model: str | Path | LoadedModel) -> None:
+    def _start(
+        self, model: str | Path | LoadedModel, progress: Callable[[int, int], None] | None
+    ) -> None:
         config = self.config
-        placement = resolve_placement(config)
         if isinstance(model, LoadedModel):
+            self.device = resolve_device(replace(config, device=str(model.model.device)))
             self.loaded = model
         else:
+            self.device = resolve_device(config)
             self.loaded = load_model(
-                model,
-                device=placement.device.torch_device,
-                dtype=placement.dtype,
-                ops=placement.ops,
+                str(model),
+                device=self.device.torch_device,
+                dtype=config.dtype,
+                backend=config.backend,
                 kv_cache_dtype=config.kv_cache_dtype,
+                max_model_len=config.max_model_len,
+                progress=progress,
             )
+        check_loaded(config, self.loaded)
         self.model_config = self.loaded.config
         self.tokenizer = self.loaded.tokenizer
-        self.device = placement.device
-        self.ops = placement.ops
         fmt = self.loaded.model.fmt
-        if fmt.codec.name != config.kv_cache_dtype:
-            raise refuse(
-                ConfigError,
-                "kv_cache_dtype",
-                config.kv_cache_dtype,
-                f"{fmt.codec.name}, for which the model was loaded",
-            )
-        limits = resolve_limits(config, self.model_config, fmt, placement.device)
+        limits = resolve_limits(config, self.model_config, fmt, self.device)
         self.max_model_len = limits.max_model_len
         self.pool = PagePool(
             num_layers=self.model_config.num_layers,
             num_pages=limits.num_pages,
             num_kv_heads=self.model_config.num_kv_heads,
             fmt=fmt,
-            device=placement.device.torch_device,
+            device=self.device.torch_device,
         )
         scheduler = Scheduler(
             PageAllocator(limits.num_pages, config.enable_prefix_caching),
@@ -203,9 +203,9 @@ class LLM:
         runner = Runner(
             self.loaded.model,
             self.pool,
-            sample=placement.ops.sample,
+            sample=self.loaded.model.ops.sample,
             vocab_size=self.model_config.vocab_size,
-            device=placement.device.torch_device,
+            device=self.device.torch_device,
         )
         self.engine = Engine(scheduler, runner)
         self._live: dict[str, _Live] = {}
@@ -214,29 +214,41 @@ class LLM:
         self._is_open = True
 
     def _encode(self, prompt: Prompt, params: SamplingParams, *, name: str) -> tuple[int, ...]:
+        self._check_open()
         if isinstance(prompt, str):
             if not prompt:
                 raise RequestError(f"{name}: got an empty text; allowed: at least one character")
-            prompt = self.tokenizer.encode(prompt)
+            prompt = self._need_tokenizer(name).encode(prompt)
         return self._check(prompt, params, name=name)
 
     def _encode_chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams
     ) -> tuple[int, ...]:
+        self._check_open()
         if not messages:
             raise RequestError("messages: got none; allowed: at least one")
-        return self._check(self.tokenizer.encode_chat(messages), params, name="messages")
+        token_ids = self._need_tokenizer("messages").encode_chat(messages)
+        return self._check(token_ids, params, name="messages")
 
     def _check(
         self, token_ids: Sequence[int], params: SamplingParams, *, name: str
     ) -> tuple[int, ...]:
-        if not self._is_open:
-            raise UserError("LLM: closed; allowed: calls before close()")
         vocab_size = self.model_config.vocab_size
         checked = as_token_ids(token_ids, name=name, vocab_size=vocab_size)
         self.engine.scheduler.check_fits(len(checked), name=name)
         check_stop_ids(params, vocab_size=vocab_size)
+        if params.stop:
+            self._need_tokenizer("stop")
         return checked
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise UserError("LLM: closed; allowed: calls before close()")
+
+    def _need_tokenizer(self, name: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(f"{name}: got text, but the model has no tokenizer; allowed: ids")
+        return self.tokenizer
 
     def _submit(self, token_ids: tuple[int, ...], params: SamplingParams) -> _Live:
         request = Request(
@@ -244,9 +256,10 @@ class LLM:
             prompt_token_ids=token_ids,
             sampling=params,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            eos_token_ids=self.tokenizer.eos_token_ids,
+            eos_token_ids=self.model_config.eos_token_ids,
         )
-        output = TextOutput(self.tokenizer.stream(), params.stop)
+        detokenizer = NoText() if self.tokenizer is None else self.tokenizer.stream()
+        output = TextOutput(detokenizer, params.stop)
         live = _Live(record=self.engine.add(request, output), output=output)
         self._live[request.request_id] = live
         return live
@@ -273,6 +286,7 @@ class LLM:
 
     def _step(self) -> None:
         """One step of the engine; its events go to whoever waits for them."""
+        self._check_open()
         for event in self.engine.step():
             live = self._live.get(event.request_id)
             # A request that its caller gave up has no one left to tell.
@@ -315,5 +329,6 @@ class LLM:
             kv_true_bits=self.pool.true_bits(
                 num_pages=record.num_pages, num_tokens=record.num_kv_tokens
             ),
+            kv_full_page_bits=self.pool.fmt.true_bits,
             kv_bytes=self.pool.bytes_used(record.num_pages),
         )

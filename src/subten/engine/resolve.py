@@ -12,20 +12,9 @@ from subten.codecs import KVFormat
 from subten.config import EngineConfig, ModelConfig
 from subten.core import PAGE_SIZE, ConfigError, refuse
 from subten.device import Device, detect
-from subten.kernels import Ops, select_ops
+from subten.weights.load import LoadedModel
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """Where the model runs and on what: decided before its weights are read."""
-
-    device: Device
-    dtype: torch.dtype
-    ops: Ops
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,11 +25,8 @@ class Limits:
     max_model_len: int
 
 
-def resolve_placement(config: EngineConfig) -> Placement:
-    """Device, dtype and ops; ConfigError for one that this machine does not have.
-
-    dtype auto is bfloat16 everywhere: it has float32's range, so no checkpoint overflows in it.
-    """
+def resolve_device(config: EngineConfig) -> Device:
+    """The device; ConfigError for one that is not there, or for limits that contradict."""
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise refuse(
             ConfigError,
@@ -50,12 +36,24 @@ def resolve_placement(config: EngineConfig) -> Placement:
         )
     device = detect(config.device)
     logger.info("device: %s -> %s (%s)", config.device, device.torch_device, device.name)
-    dtype = _DTYPES["bfloat16" if config.dtype == "auto" else config.dtype]
-    logger.info("dtype: %s -> %s", config.dtype, dtype)
-    ops = select_ops(config.backend, device.torch_device)
-    served = ", ".join(f"{op} {backend}" for op, backend in ops.backend.items())
+    return device
+
+
+def check_loaded(config: EngineConfig, loaded: LoadedModel) -> None:
+    """Log what dtype and backend became; ConfigError where the model was loaded for another."""
+    backends = loaded.model.ops.backend
+    logger.info("dtype: %s -> %s", config.dtype, loaded.dtype)
+    served = ", ".join(f"{op} {backend}" for op, backend in backends.items())
     logger.info("backend: %s -> %s", config.backend, served)
-    return Placement(device=device, dtype=dtype, ops=ops)
+    settings = [
+        ("kv_cache_dtype", config.kv_cache_dtype, loaded.model.fmt.codec.name),
+        ("device", config.device, str(loaded.model.device)),
+        ("dtype", config.dtype, str(loaded.dtype).removeprefix("torch.")),
+        *(("backend", config.backend, backend) for backend in backends.values()),
+    ]
+    for name, asked, got in settings:
+        if asked not in ("auto", got) and f"{asked}:0" != got:
+            raise refuse(ConfigError, name, asked, f"{got}, for which the model was loaded")
 
 
 def resolve_limits(

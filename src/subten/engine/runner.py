@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from subten.cache.pool import PagePool
-from subten.core import Batch, BatchItem, Sequence
+from subten.core import Batch, Sequence
 from subten.engine.scheduler import BAD_LOGITS
+from subten.kernels.cpu_linear import FEW_ROWS
 from subten.kernels.sample import SamplingTensors
 from subten.kernels.step import StepTensors, make_step
 
@@ -55,33 +56,35 @@ class Runner:
 
         An item whose logits are NaN or have no finite value gives BAD_LOGITS, unfinished or not.
         """
-        tokens: list[int | None] = []
-        for items in self._groups(batch):
-            tokens.extend(self._run_group(items))
+        tokens: list[int | None] = [None] * len(batch.items)
+        for group in self._groups(batch):
+            for index, token in zip(group, self._forward(batch, group), strict=True):
+                tokens[index] = token
         return tokens
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request that ended."""
         self._counts.pop(request_id, None)
 
-    def _groups(self, batch: Batch) -> list[list[BatchItem]]:
-        """Items that share a forward pass, in the batch's order.
+    def _groups(self, batch: Batch) -> list[list[int]]:
+        """Which items, by index, share a forward pass.
 
-        On a GPU all of them. On a CPU prefills gain nothing from company, and alone they keep a
-        sequence's arithmetic independent of its neighbours (the matrix product takes another way,
-        with other rounding, when a call has more rows).
+        On a GPU all of them. On a CPU each has its own, so that a sequence's tokens are the same,
+        bit for bit, alone and beside others: matrix products round in another way when a call has
+        other rows. That costs nothing for prefills, which keep a CPU busy alone, and little for
+        up to FEW_ROWS decoders, whose rows would go through the weights one by one anyway. More
+        decoders share a pass.
         """
+        indices = list(range(len(batch.items)))
         if self._device.type != "cpu":
-            return [list(batch.items)] if batch.items else []
-        groups: list[list[BatchItem]] = []
-        for item in batch.items:
-            if item.num_tokens == 1 and groups and groups[-1][-1].num_tokens == 1:
-                groups[-1].append(item)
-            else:
-                groups.append([item])
-        return groups
+            return [indices] if indices else []
+        decoders = [i for i in indices if batch.items[i].num_tokens == 1]
+        if len(decoders) <= FEW_ROWS:
+            return [[i] for i in indices]
+        return [decoders, *([i] for i in indices if batch.items[i].num_tokens > 1)]
 
-    def _run_group(self, items: list[BatchItem]) -> list[int | None]:
+    def _forward(self, batch: Batch, group: list[int]) -> list[int | None]:
+        items = [batch.items[i] for i in group]
         step = make_step(
             token_ids=[i.sequence.token_ids[i.start : i.start + i.num_tokens] for i in items],
             starts=[i.start for i in items],
@@ -113,7 +116,6 @@ class Runner:
         # Integers travel apart: float32 would round seeds, and equal seeds must stay equal.
         integers = self._tensor(
             [
-                [max(p.top_k, 0) for p in params],
                 [sequence.request.seed for sequence in sequences],
                 [sequence.num_output for sequence in sequences],
             ],
@@ -123,9 +125,9 @@ class Runner:
             "temperature_S": numbers[0],
             "top_p_S": numbers[1],
             "min_p_S": numbers[2],
-            "top_k_S": integers[0],
-            "seed_S": integers[1],
-            "index_S": integers[2],
+            "top_k_S": self._tensor([p.top_k for p in params], torch.int32),
+            "seed_S": integers[0],
+            "index_S": integers[1],
         }
         if not any(p.has_penalties for p in params):
             return SamplingTensors(**base)

@@ -65,8 +65,8 @@ class Scheduler:
         """Raise RequestError for a prompt that no state of the pool could serve."""
         if not 1 <= num_prompt < self.max_seq_len:
             raise RequestError(
-                f"{name}: got {num_prompt} tokens; allowed: 1 to {self.max_seq_len - 1} (prompt and "
-                f"output share {self.max_seq_len} tokens; the page pool holds {self.capacity})"
+                f"{name}: got {num_prompt} tokens; allowed: 1 to {self.max_seq_len - 1} (prompt "
+                f"and output share {self.max_seq_len} tokens; the page pool holds {self.capacity})"
             )
 
     def add(self, request: Request) -> Sequence:
@@ -95,9 +95,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         for sequence in list(self.running.values()):
             if sequence.num_uncomputed == 1 and self._grow(sequence):
-                items.append(
-                    BatchItem(sequence=sequence, start=sequence.num_computed, num_tokens=1)
-                )
+                items.append(_chunk(sequence, budget))
                 budget -= 1
         for sequence in self.running.values():
             if sequence.num_uncomputed > 1 and budget > 0:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from subten.core import FinishReason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timings:
-    """When one request was accepted and when each of its tokens came out, in seconds of one clock."""
+    """When a request was accepted and when each of its tokens came out; seconds of one clock."""
 
     arrival_s: float
     token_times_s: tuple[float, ...]
@@ -31,7 +32,7 @@ class Timings:
     def itl_ms(self) -> tuple[float, ...]:
         """Gaps between tokens, one fewer than tokens; the wait for the first is not one of them."""
         times = self.token_times_s
-        return tuple((b - a) * 1e3 for a, b in zip(times, times[1:], strict=False))
+        return tuple((b - a) * 1e3 for a, b in pairwise(times))
 
     @property
     def tpot_ms(self) -> float | None:
@@ -89,7 +90,10 @@ class LatencySummary:
 
 @dataclass(kw_only=True, slots=True)
 class EngineStats:
-    """Counts since the engine started; `num_late_calls` are cancels of unknown or ended requests."""
+    """Counts since the engine started.
+
+    `num_late_calls` are cancels of requests that are unknown or have ended.
+    """
 
     num_steps: int = 0
     num_computed_tokens: int = 0

@@ -23,6 +23,18 @@ class Detokenizer(Protocol):
         ...
 
 
+class NoText:
+    """The detokeniser of a model without a tokenizer."""
+
+    def push(self, token_id: int) -> str:  # noqa: ARG002
+        """No text."""
+        return ""
+
+    def flush(self) -> str:
+        """No text."""
+        return ""
+
+
 class StopMatcher:
     """Cuts a text at the first stop string, however the text is split into pieces.
 

@@ -73,6 +73,7 @@ def attend(
         num_tiles=num_tiles,
         num_kv_heads=num_kv_heads,
         group=num_heads // num_kv_heads,
+        head_dim=head_dim,
         out_bytes=num_tokens * num_heads * head_dim * 4,
         is_float32=q_THD.dtype == torch.float32,
         max_query_len=step.max_query_len,
@@ -154,7 +155,7 @@ def attend_torch(
 
     Differentiable in q. Tokens of no tile come out as zeros.
     """
-    num_kv_heads = _check_attend(q_THD, pages_PGB, fmt, step)
+    _check_attend(q_THD, pages_PGB, fmt, step)
     check_rotation(rotation_DD, fmt)
     num_tokens, num_heads, head_dim = q_THD.shape
     query_start, kv_lens = step.query_start_S1.tolist(), step.kv_len_S.tolist()
@@ -188,18 +189,16 @@ def read_pages(
     Returns `(k_NGD, v_NGD)` float32 as stored: K with RoPE, both still rotated. Rows past
     `num_tokens` are not touched, so that garbage there cannot matter.
     """
-    num_kv_heads, row = pages_PGB.shape[1], fmt.row
+    num_kv_heads = pages_PGB.shape[1]
     num_pages = -(-num_tokens // PAGE_SIZE)
     assert num_pages <= len(page_ids), (num_pages, len(page_ids))
-    planes = [p.bytes_PGNB for p in page_planes(pages_PGB[page_ids[:num_pages]], fmt)]
-    num_rows = 2 * num_kv_heads * num_tokens
-    parts = []
-    for k_PGNB, v_PGNB, row_bytes in zip(
-        planes[:3], planes[3:], (row.codes, row.scale, row.zero), strict=True
-    ):
-        both_2GNB = torch.stack([k_PGNB, v_PGNB]).transpose(1, 2).flatten(2, 3)
-        parts.append(both_2GNB[:, :, :num_tokens].reshape(num_rows, row_bytes))
-    x_2GND = fmt.codec.decode(*parts, fmt.head_dim).view(2, num_kv_heads, num_tokens, -1)
+    pages_GPB = pages_PGB.index_select(0, page_ids[:num_pages]).transpose(0, 1)
+    codes_NB, scale_NB, zero_NB = (
+        torch.stack([k_GPNB, v_GPNB]).flatten(2, 3)[:, :, :num_tokens].flatten(0, 2)
+        for k_GPNB, v_GPNB in page_planes(pages_GPB, fmt)
+    )
+    x_ND = fmt.codec.decode(codes_NB, scale_NB, zero_NB, fmt.head_dim)
+    x_2GND = x_ND.view(2, num_kv_heads, num_tokens, fmt.head_dim)
     return x_2GND[0].transpose(0, 1), x_2GND[1].transpose(0, 1)
 
 
@@ -210,7 +209,7 @@ def _attend_dense(
     position_T: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    num_tokens, num_heads, head_dim = q_THD.shape
+    num_tokens, _, head_dim = q_THD.shape
     num_keys = min(int(position_T[-1]) + 1, k_NGD.shape[0])
     k_GDN, v_GND = k_NGD[:num_keys].permute(1, 2, 0), v_NGD[:num_keys].transpose(0, 1)
     num_kv_heads = k_GDN.shape[0]
@@ -265,6 +264,7 @@ def plan_attend(
     num_tiles: int,
     num_kv_heads: int,
     group: int,
+    head_dim: int,
     out_bytes: int,
     is_float32: bool,
     max_query_len: int,
@@ -278,8 +278,12 @@ def plan_attend(
     """
     is_decode = max_query_len == 1
     tile_tokens = 1 if is_decode else QUERY_TILE
-    # FP32 dots run on FMA units with operands in registers: a tall tile would spill.
-    max_rows = 32 if is_float32 else 128
+    # FP32 dots run on FMA units with operands in registers: a taller tile spills. So does the
+    # accumulator of 128 rows at head_dim 256 (255 registers and 800 bytes of stack for int4).
+    if is_float32:
+        max_rows = 32 if head_dim <= 64 else 16
+    else:
+        max_rows = 128 if head_dim <= 128 else 64
     block_heads = min(_power_of_two_from(group), max_rows // tile_tokens)
     head_blocks = -(-group // block_heads)
     programs = num_tiles * num_kv_heads * head_blocks
@@ -304,8 +308,8 @@ def plan_attend(
         num_splits=num_splits,
         min_pages=min_pages,
         grid_splits=max(1, min(num_splits, -(-max_pages // min_pages))),
-        num_warps=8 if block_rows >= 128 else 4,
-        num_stages=2,
+        num_warps=8 if is_float32 or block_rows >= 128 or head_dim > 128 else 4,
+        num_stages=1 if is_float32 else 2,
         merge_heads=4,
         merge_warps=4,
     )
@@ -346,11 +350,11 @@ def _check_attend(
 
 @triton_jit
 def _tile_span(
-    position_ptr: Any,
-    kv_len_ptr: Any,
-    query_start_ptr: Any,
-    seq: Any,
-    tile_start: Any,
+    position_ptr: tl.tensor,
+    kv_len_ptr: tl.tensor,
+    query_start_ptr: tl.tensor,
+    seq: tl.tensor,
+    tile_start: tl.tensor,
     TILE_TOKENS: tl.constexpr,
 ) -> Any:
     """One past the tile's last token, and the number of keys that this token sees."""
@@ -361,7 +365,7 @@ def _tile_span(
 
 @triton_jit
 def _split_pages(
-    num_keys: Any, num_splits: Any, MIN_PAGES: tl.constexpr, PAGE: tl.constexpr
+    num_keys: tl.tensor, num_splits: tl.tensor, MIN_PAGES: tl.constexpr, PAGE: tl.constexpr
 ) -> Any:
     """Pages in all, and pages of each split but the last, for a tile that sees `num_keys`."""
     num_pages = tl.cdiv(num_keys, PAGE)
@@ -393,24 +397,24 @@ def _split_pages(
 # num_keys decode to 0, and hidden scores and weights are replaced (tl.where), never multiplied.
 @triton_jit
 def _attend_kernel(
-    position_ptr: Any,
-    kv_len_ptr: Any,
-    query_start_ptr: Any,
-    tile_seq_ptr: Any,
-    tile_start_ptr: Any,
-    num_splits: Any,
-    q_ptr: Any,
-    q_stride_t: Any,
-    q_stride_h: Any,
-    q_stride_d: Any,
-    pages_ptr: Any,
-    page_stride: Any,
-    head_stride: Any,
-    page_table_ptr: Any,
-    page_table_stride: Any,
-    out_ptr: Any,
-    lse_ptr: Any,
-    scale_log2: Any,
+    position_ptr: tl.tensor,
+    kv_len_ptr: tl.tensor,
+    query_start_ptr: tl.tensor,
+    tile_seq_ptr: tl.tensor,
+    tile_start_ptr: tl.tensor,
+    num_splits: tl.tensor,
+    q_ptr: tl.tensor,
+    q_stride_t: tl.tensor,
+    q_stride_h: tl.tensor,
+    q_stride_d: tl.tensor,
+    pages_ptr: tl.tensor,
+    page_stride: tl.tensor,
+    head_stride: tl.tensor,
+    page_table_ptr: tl.tensor,
+    page_table_stride: tl.tensor,
+    out_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    scale_log2: tl.tensor,
     DECODE: tl.constexpr,
     K_CODES: tl.constexpr,
     K_SCALE: tl.constexpr,
@@ -443,9 +447,8 @@ def _attend_kernel(
     )
     num_pages, pages_per_split = _split_pages(num_keys, num_splits, MIN_PAGES, PAGE)
     first_page = split * pages_per_split
-    if IS_SPLIT:
-        if first_page >= num_pages:
-            return
+    if IS_SPLIT and first_page >= num_pages:
+        return
 
     row_M = tl.arange(0, BLOCK_M)
     token_M = tile_start + row_M // BLOCK_H
@@ -495,8 +498,9 @@ def _attend_kernel(
         sum_M = sum_M * decay_M + tl.sum(p_MN, axis=1)
         max_M = next_max_M
 
-    # NaN is not 0: the row of a poisoned sequence stays NaN, a row that saw nothing becomes 0.
-    out_MD = tl.where((sum_M == 0.0)[:, None], 0.0, (acc_MD + zero_M[:, None]) / sum_M[:, None])
+    # A row that saw nothing becomes 0; NaN is not 0, so a poisoned sequence stays NaN.
+    sum_M = tl.where(sum_M == 0.0, 1.0, sum_M)
+    out_MD = (acc_MD + zero_M[:, None]) / sum_M[:, None]
     out_row_M = token_M.to(tl.int64) * NUM_HEADS + head_M
     if IS_SPLIT:
         out_row_M = out_row_M * num_splits + split
@@ -517,15 +521,15 @@ def _attend_kernel(
 # Bytes: 4 * Z * (D + 1) read a row, D elements written. Small next to the pages; not yet measured.
 @triton_jit
 def _merge_kernel(
-    position_ptr: Any,
-    kv_len_ptr: Any,
-    query_start_ptr: Any,
-    tile_seq_ptr: Any,
-    tile_start_ptr: Any,
-    num_splits: Any,
-    part_ptr: Any,
-    lse_ptr: Any,
-    out_ptr: Any,
+    position_ptr: tl.tensor,
+    kv_len_ptr: tl.tensor,
+    query_start_ptr: tl.tensor,
+    tile_seq_ptr: tl.tensor,
+    tile_start_ptr: tl.tensor,
+    num_splits: tl.tensor,
+    part_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    out_ptr: tl.tensor,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -555,7 +559,7 @@ def _merge_kernel(
     max_H = tl.full([BLOCK_H], float("-inf"), tl.float32)
     sum_H = tl.zeros([BLOCK_H], tl.float32)
     acc_HD = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    for split in range(0, tl.cdiv(num_pages, pages_per_split)):
+    for split in range(tl.cdiv(num_pages, pages_per_split)):
         part_row_H = row_H * num_splits + split
         lse_H = tl.load(lse_ptr + part_row_H, mask=mask_H, other=float("-inf"))
         part = part_ptr + part_row_H[:, None] * HEAD_DIM + d[None, :]
@@ -566,7 +570,7 @@ def _merge_kernel(
         acc_HD = acc_HD * decay_H[:, None] + part_HD * weight_H[:, None]
         sum_H = sum_H * decay_H + weight_H
         max_H = next_max_H
-    out_HD = tl.where((sum_H == 0.0)[:, None], 0.0, acc_HD / sum_H[:, None])
-    out_HD = rotate_rows(out_HD, STAGES)
+    sum_H = tl.where(sum_H == 0.0, 1.0, sum_H)
+    out_HD = rotate_rows(acc_HD / sum_H[:, None], STAGES)
     out = out_ptr + row_H[:, None] * HEAD_DIM + d[None, :]
     tl.store(out, out_HD.to(out_ptr.dtype.element_ty), mask=mask_HD)

@@ -38,15 +38,17 @@ def cpu_linear(
     if x_TD.device.type != "cpu" or x_TD.dtype != torch.bfloat16:
         return F.linear(x_TD, weight_ND, bias)
     flat_TD = x_TD.reshape(-1, x_TD.shape[-1])
-    num_rows = flat_TD.shape[0]
+    num_rows, num_out = flat_TD.shape[0], weight_ND.shape[0]
     if num_rows <= 1:
         out_TN = F.linear(flat_TD, weight_ND, bias)
     elif num_rows <= FEW_ROWS:
-        out_TN = torch.cat([F.linear(row_1D, weight_ND, bias) for row_1D in flat_TD.split(1)])
+        out_TN = torch.cat([F.linear(row_D[None], weight_ND, bias) for row_D in flat_TD])
     else:
         wide_TD = flat_TD.float()
-        out_TN = torch.cat(
-            [F.linear(wide_TD, part_ND.float()) for part_ND in weight_ND.split(CHUNK_ROWS)], dim=-1
-        )
+        parts = [
+            F.linear(wide_TD, weight_ND[first : first + CHUNK_ROWS].float())
+            for first in range(0, num_out, CHUNK_ROWS)
+        ]
+        out_TN = torch.cat(parts, dim=-1)
         out_TN = (out_TN if bias is None else out_TN + bias.float()).to(x_TD.dtype)
-    return out_TN.reshape(*x_TD.shape[:-1], weight_ND.shape[0])
+    return out_TN.reshape(*x_TD.shape[:-1], num_out)

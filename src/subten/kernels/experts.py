@@ -6,11 +6,65 @@ features of an expert (`gate_up_EFD` holds 2 * F rows, gate first).
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
 from subten.kernels.cpu_linear import cpu_linear
+from subten.kernels.experts_grouped import grouped, row_offset
 from subten.kernels.route import Routing
+from subten.kernels.triton_shim import tl, triton, triton_jit
+
+MAX_GATHER_TOKENS = 16
+"""Tokens up to which `experts` gathers the weights of each token's experts.
+
+Above, experts are shared by enough tokens that reading each once, on the tensor cores, wins.
+16 is what others measured (vllm-project/vllm#41379); to be measured here.
+"""
+
+
+def needs_order(num_tokens: int) -> bool:
+    """Whether `experts` should take the grouped path, and so `route` be called `with_order`."""
+    return num_tokens > MAX_GATHER_TOKENS
+
+
+def experts(
+    routing: Routing,
+    gate_up_EFD: torch.Tensor,
+    down_EDF: torch.Tensor,
+    *,
+    residual_TD: torch.Tensor,
+) -> torch.Tensor:
+    """residual + sum_k weight_k * down_e(k)(silu(gate_e(k) h) * up_e(k) h).
+
+    gate_up [E, 2 * F, D], down [E, D, F], residual [T, D], all bfloat16 or all float32, any
+    strides; returns a new contiguous [T, D]. Without `routing.order_A` each token gathers its
+    experts (two launches); with it, tokens are grouped by expert (three launches). Sums are in
+    FP32 and in a fixed order, with no atomics: equal inputs give equal bits. The hidden
+    activation is stored in the weights' dtype.
+    """
+    num_tokens, dim = residual_TD.shape
+    num_experts, double_hidden, _ = gate_up_EFD.shape
+    hidden = double_hidden // 2
+    top_k = routing.topk_id_TK.shape[1]
+    assert gate_up_EFD.shape == (num_experts, 2 * hidden, dim), (tuple(gate_up_EFD.shape), dim)
+    assert down_EDF.shape == (num_experts, dim, hidden), (tuple(down_EDF.shape), hidden)
+    assert routing.h_TD.shape == residual_TD.shape, (routing.h_TD.shape, residual_TD.shape)
+    dtypes = {x.dtype for x in (routing.h_TD, gate_up_EFD, down_EDF, residual_TD)}
+    assert dtypes in ({torch.bfloat16}, {torch.float32}), dtypes
+    for tensor in (routing.h_TD, routing.topk_id_TK, routing.topk_weight_TK):
+        assert tensor.is_contiguous(), tensor.stride()
+    new = functools.partial(torch.empty, device=residual_TD.device)
+    out_TD = new(num_tokens, dim, dtype=residual_TD.dtype)
+    if num_tokens == 0:
+        return out_TD
+    act_AF = new(num_tokens * top_k, hidden, dtype=residual_TD.dtype)
+    if routing.order_A is None:
+        _gather(routing, gate_up_EFD, down_EDF, residual_TD, act_AF, out_TD)
+    else:
+        grouped(routing, gate_up_EFD, down_EDF, residual_TD, act_AF, out_TD)
+    return out_TD
 
 
 def experts_torch(
@@ -36,3 +90,178 @@ def experts_torch(
     y_TKD = torch.cat(parts)[order.argsort().to(parts[0].device)].view(num_tokens, top_k, -1)
     sum_TD = (y_TKD.float() * routing.topk_weight_TK.unsqueeze(-1)).sum(dim=1)
     return (residual_TD.float() + sum_TD).to(residual_TD.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _GatherLaunch:
+    block_f: int
+    block_d: int
+    down_block_d: int
+    down_block_f: int
+    k_pad: int
+    num_warps: int
+
+
+def _choose_gather(dim: int, hidden: int, top_k: int) -> _GatherLaunch:
+    """Tiles of the gather path; every number here is a first guess, to be measured.
+
+    A program holds about 4096 weights of each matrix at once: at 4 warps 32 a thread, so four
+    loads of 16 bytes in flight in bfloat16.
+    """
+    block_d = min(triton.next_power_of_2(dim), 1024)
+    k_pad = triton.next_power_of_2(top_k)
+    down_block_f = min(triton.next_power_of_2(hidden), max(64, 1024 // k_pad))
+    return _GatherLaunch(
+        block_f=max(1, min(4096 // block_d, triton.next_power_of_2(hidden))),
+        block_d=block_d,
+        down_block_d=max(1, min(4096 // (k_pad * down_block_f), triton.next_power_of_2(dim))),
+        down_block_f=down_block_f,
+        k_pad=k_pad,
+        num_warps=4,
+    )
+
+
+def _gather(
+    routing: Routing,
+    gate_up_EFD: torch.Tensor,
+    down_EDF: torch.Tensor,
+    residual_TD: torch.Tensor,
+    act_AF: torch.Tensor,
+    out_TD: torch.Tensor,
+) -> None:
+    num_tokens, dim = residual_TD.shape
+    num_assignments, hidden = act_AF.shape
+    top_k = num_assignments // num_tokens
+    launch = _choose_gather(dim, hidden, top_k)
+    _gather_up_kernel[(num_assignments, triton.cdiv(hidden, launch.block_f))](
+        routing.h_TD,
+        routing.topk_id_TK,
+        gate_up_EFD,
+        act_AF,
+        *gate_up_EFD.stride(),
+        DIM=dim,
+        HIDDEN=hidden,
+        TOP_K=top_k,
+        BLOCK_F=launch.block_f,
+        BLOCK_D=launch.block_d,
+        num_warps=launch.num_warps,
+    )
+    _gather_down_kernel[(num_tokens, triton.cdiv(dim, launch.down_block_d))](
+        act_AF,
+        routing.topk_id_TK,
+        routing.topk_weight_TK,
+        down_EDF,
+        residual_TD,
+        out_TD,
+        *down_EDF.stride(),
+        *residual_TD.stride(),
+        DIM=dim,
+        HIDDEN=hidden,
+        TOP_K=top_k,
+        K_PAD=launch.k_pad,
+        BLOCK_D=launch.down_block_d,
+        BLOCK_F=launch.down_block_f,
+        num_warps=launch.num_warps,
+    )
+
+
+# act_f = silu(sum_d gate_fd h_d) * sum_d up_fd h_d  for assignment a and its expert e.
+#
+#   gate_up [E, 2F, D]:  | expert e: gate rows 0 .. F-1 | up rows 0 .. F-1 | expert e + 1 ...
+#                            BLOCK_F rows of D values       the same rows
+#
+# Bytes: A * 2 * F * D * itemsize of weights (less where assignments share an expert: assignments
+# run fastest in the grid, so that their programs meet in L2), A * F activations. Rows are read
+# along D, 16 bytes a thread; the sum over D stays in registers until the end of the row.
+@triton_jit
+def _gather_up_kernel(
+    h_ptr: tl.tensor,
+    topk_id_ptr: tl.tensor,
+    gate_up_ptr: tl.tensor,
+    act_ptr: tl.tensor,
+    stride_e: tl.tensor,
+    stride_f: tl.tensor,
+    stride_d: tl.tensor,
+    DIM: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    a = tl.program_id(0)
+    expert = tl.load(topk_id_ptr + a)
+    f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    inside_f = f < HIDDEN
+    gate_row = gate_up_ptr + row_offset(expert, stride_e) + row_offset(f, stride_f)[:, None]
+    up_row = gate_row + tl.full([], HIDDEN, tl.int64) * stride_f
+    h_row = h_ptr + row_offset(a // TOP_K, DIM)
+    gate_FD = tl.zeros([BLOCK_F, BLOCK_D], tl.float32)
+    up_FD = tl.zeros([BLOCK_F, BLOCK_D], tl.float32)
+    for first in range(0, DIM, BLOCK_D):
+        d = first + tl.arange(0, BLOCK_D)
+        inside_d = d < DIM
+        inside = inside_f[:, None] & inside_d[None, :]
+        column = row_offset(d, stride_d)[None, :]
+        gate = tl.load(gate_row + column, mask=inside, other=0.0)
+        up = tl.load(up_row + column, mask=inside, other=0.0)
+        h = tl.load(h_row + d, mask=inside_d, other=0.0).to(tl.float32)[None, :]
+        gate_FD += gate.to(tl.float32) * h
+        up_FD += up.to(tl.float32) * h
+    gate_F = tl.sum(gate_FD, axis=1)
+    act_F = gate_F / (1.0 + tl.exp(-gate_F)) * tl.sum(up_FD, axis=1)
+    act = act_F.to(act_ptr.dtype.element_ty)
+    tl.store(act_ptr + row_offset(a, HIDDEN) + f, act, mask=inside_f)
+
+
+# out_d = residual_d + sum_k weight_k sum_f down_edf act_kf  for one token.
+#
+#   down [E, D, F]:  | expert e: row d = F values | ...      act [A, F]: row t * K + k
+#
+# Bytes: A * D * F * itemsize of weights, 2 * T * D * itemsize. A program takes BLOCK_D outputs
+# with all K experts side by side, so that the loads of every expert are in flight together and
+# the sum over k stays inside: no atomics, one order.
+@triton_jit
+def _gather_down_kernel(
+    act_ptr: tl.tensor,
+    topk_id_ptr: tl.tensor,
+    topk_weight_ptr: tl.tensor,
+    down_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    stride_e: tl.tensor,
+    stride_d: tl.tensor,
+    stride_f: tl.tensor,
+    stride_rt: tl.tensor,
+    stride_rd: tl.tensor,
+    DIM: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+) -> None:
+    t = tl.program_id(0)
+    # Row r of the tile is expert r // BLOCK_D of the token, output r % BLOCK_D of the block.
+    r = tl.arange(0, K_PAD * BLOCK_D)
+    k = r // BLOCK_D
+    d_R = tl.program_id(1) * BLOCK_D + r % BLOCK_D
+    inside_R = (k < TOP_K) & (d_R < DIM)
+    a_R = row_offset(t, TOP_K) + k
+    expert_R = tl.load(topk_id_ptr + a_R, mask=k < TOP_K, other=0)
+    weight_R = tl.load(topk_weight_ptr + a_R, mask=k < TOP_K, other=0.0)
+    down_row = (down_ptr + row_offset(expert_R, stride_e) + row_offset(d_R, stride_d))[:, None]
+    act_row = (act_ptr + row_offset(a_R, HIDDEN))[:, None]
+    sum_RF = tl.zeros([K_PAD * BLOCK_D, BLOCK_F], tl.float32)
+    for first in range(0, HIDDEN, BLOCK_F):
+        f = (first + tl.arange(0, BLOCK_F))[None, :]
+        inside = inside_R[:, None] & (f < HIDDEN)
+        down = tl.load(down_row + row_offset(f, stride_f), mask=inside, other=0.0)
+        act = tl.load(act_row + f, mask=inside, other=0.0)
+        sum_RF += down.to(tl.float32) * act.to(tl.float32)
+    y_KD = tl.reshape(tl.sum(sum_RF, axis=1) * weight_R, (K_PAD, BLOCK_D))
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside_d = d < DIM
+    residual_at = residual_ptr + row_offset(t, stride_rt) + row_offset(d, stride_rd)
+    out_D = tl.load(residual_at, mask=inside_d, other=0.0).to(tl.float32) + tl.sum(y_KD, axis=0)
+    out_at = out_ptr + row_offset(t, DIM) + d
+    tl.store(out_at, out_D.to(out_ptr.dtype.element_ty), mask=inside_d)

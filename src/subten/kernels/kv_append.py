@@ -6,14 +6,16 @@ positions of the rotary table (in `cos_sin_PD`), B bytes of a page, N rows (toke
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from subten.codecs import KVFormat
+from subten.codecs.rotation import hadamard
 from subten.core import PAGE_SIZE
+from subten.kernels.norm_rope import norm_rope_torch
 from subten.kernels.triton_shim import tl, triton, triton_jit
 
 
@@ -98,46 +100,42 @@ def kv_append_torch(
     """Twin of `kv_append`, and the CPU backend; any orthogonal `rotation_DD`."""
     _check_append(k_TGD, v_TGD, pages_PGB, fmt, cos_sin_PD, position_T, slot_T)
     check_rotation(rotation_DD, fmt)
-    k_TGD = k_TGD.float()
-    if norm_weight_D is not None:
-        mean_square = k_TGD.square().mean(-1, keepdim=True)
-        k_TGD = k_TGD * torch.rsqrt(mean_square + eps) * norm_weight_D.float()
-    cos, sin = cos_sin_PD[position_T].unsqueeze(1).chunk(2, dim=-1)
-    low, high = k_TGD.chunk(2, dim=-1)
-    k_TGD = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+    k_TGD = norm_rope_torch(
+        k_TGD.float(), cos_sin_PD, position_T, norm_weight_D=norm_weight_D, eps=eps
+    )
     x_2TGD = torch.stack([k_TGD, v_TGD.float()])
     if rotation_DD is not None:
         x_2TGD = x_2TGD @ rotation_DD
     is_kept_T = slot_T >= 0
-    slot_T, x_2TGD = slot_T[is_kept_T], x_2TGD[:, is_kept_T]
-    encoded = fmt.codec.encode(x_2TGD.reshape(-1, fmt.head_dim))
-    for plane, part in zip(page_planes(pages_PGB, fmt), (*encoded, *encoded), strict=True):
-        kv = 0 if plane.is_key else 1
-        rows_TGB = part.view(2, len(slot_T), pages_PGB.shape[1], part.shape[-1])[kv]
-        plane.bytes_PGNB[slot_T // PAGE_SIZE, :, slot_T % PAGE_SIZE] = rows_TGB
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plane:
-    """One plane of every page, a view: `bytes_PGNB` uint8 [pages, G, 64 rows, bytes of a row]."""
-
-    is_key: bool
-    bytes_PGNB: torch.Tensor
-
-
-def page_planes(pages_PGB: torch.Tensor, fmt: KVFormat) -> Iterator[Plane]:
-    """The six planes in page order: K codes, K scale, K zero, V codes, V scale, V zero; no copy."""
-    row = fmt.row
-    for is_key, offset, row_bytes in (
-        (True, fmt.k_codes, row.codes),
-        (True, fmt.k_scale, row.scale),
-        (True, fmt.k_zero, row.zero),
-        (False, fmt.v_codes, row.codes),
-        (False, fmt.v_scale, row.scale),
-        (False, fmt.v_zero, row.zero),
+    x_2TGD, slot_T = x_2TGD[:, is_kept_T], slot_T[is_kept_T]
+    page_T, row_T = slot_T // PAGE_SIZE, slot_T % PAGE_SIZE
+    for part_NB, (k_PGNB, v_PGNB) in zip(
+        fmt.codec.encode(x_2TGD.flatten(0, 2)), page_planes(pages_PGB, fmt), strict=True
     ):
-        plane = pages_PGB[:, :, offset : offset + PAGE_SIZE * row_bytes]
-        yield Plane(is_key=is_key, bytes_PGNB=plane.unflatten(2, (PAGE_SIZE, row_bytes)))
+        k_TGB, v_TGB = part_NB.view(*x_2TGD.shape[:3], part_NB.shape[-1])
+        k_PGNB[page_T, :, row_T] = k_TGB
+        v_PGNB[page_T, :, row_T] = v_TGB
+
+
+def page_planes(
+    pages_PGB: torch.Tensor, fmt: KVFormat
+) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    """Views (K plane, V plane) of codes, scale and zero; each uint8 [pages, G, 64, row bytes]."""
+    shape = (*pages_PGB.shape[:2], PAGE_SIZE)
+    stride = pages_PGB.stride()[:2]
+
+    def plane(offset: int, row_bytes: int) -> torch.Tensor:
+        start = pages_PGB.storage_offset() + offset
+        return pages_PGB.as_strided((*shape, row_bytes), (*stride, row_bytes, 1), start)
+
+    return tuple(
+        (plane(k_offset, row_bytes), plane(v_offset, row_bytes))
+        for k_offset, v_offset, row_bytes in (
+            (fmt.k_codes, fmt.v_codes, fmt.row.codes),
+            (fmt.k_scale, fmt.v_scale, fmt.row.scale),
+            (fmt.k_zero, fmt.v_zero, fmt.row.zero),
+        )
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,8 +177,16 @@ def rotation_stages(rotation_DD: torch.Tensor | None) -> int:
     """
     if rotation_DD is None:
         return 0
+    assert _is_hadamard(rotation_DD), "rotation_DD is not codecs.rotation.hadamard(head_dim)"
     head_dim = rotation_DD.shape[0]
     return (head_dim & -head_dim).bit_length() - 1
+
+
+@functools.lru_cache(maxsize=64)
+def _is_hadamard(rotation_DD: torch.Tensor) -> bool:
+    # Keyed by the tensor itself: only its first use reads values back from the device.
+    expected_DD = hadamard(rotation_DD.shape[0], rotation_DD.device)
+    return rotation_DD is expected_DD or torch.allclose(rotation_DD, expected_DD, atol=1e-6)
 
 
 def _check_append(
@@ -210,7 +216,7 @@ def _check_append(
 
 
 @triton_jit
-def rotate_rows(x_ND: Any, STAGES: tl.constexpr) -> Any:
+def rotate_rows(x_ND: tl.tensor, STAGES: tl.constexpr) -> Any:
     """`x_ND` times the symmetric block-diagonal normalised Hadamard of blocks of 2 ** STAGES.
 
     Each stage takes the sums and differences of neighbours and puts that index bit on top; after
@@ -244,24 +250,24 @@ def rotate_rows(x_ND: Any, STAGES: tl.constexpr) -> Any:
 # keeps one shape for all batches; not yet measured.
 @triton_jit
 def _kv_append_kernel(
-    k_ptr: Any,
-    k_stride_t: Any,
-    k_stride_g: Any,
-    k_stride_d: Any,
-    v_ptr: Any,
-    v_stride_t: Any,
-    v_stride_g: Any,
-    v_stride_d: Any,
-    pages_ptr: Any,
-    page_stride: Any,
-    head_stride: Any,
-    cos_sin_ptr: Any,
-    cos_sin_stride: Any,
-    position_ptr: Any,
-    slot_ptr: Any,
-    norm_weight_ptr: Any,
-    eps: Any,
-    num_tokens: Any,
+    k_ptr: tl.tensor,
+    k_stride_t: tl.tensor,
+    k_stride_g: tl.tensor,
+    k_stride_d: tl.tensor,
+    v_ptr: tl.tensor,
+    v_stride_t: tl.tensor,
+    v_stride_g: tl.tensor,
+    v_stride_d: tl.tensor,
+    pages_ptr: tl.tensor,
+    page_stride: tl.tensor,
+    head_stride: tl.tensor,
+    cos_sin_ptr: tl.tensor,
+    cos_sin_stride: tl.tensor,
+    position_ptr: tl.tensor,
+    slot_ptr: tl.tensor,
+    norm_weight_ptr: tl.tensor,
+    eps: tl.tensor,
+    num_tokens: tl.tensor,
     ENCODE: tl.constexpr,
     K_CODES: tl.constexpr,
     K_SCALE: tl.constexpr,
@@ -293,7 +299,7 @@ def _kv_append_kernel(
     partner_ND = tl.load(k_row + partner_d[None, :] * k_stride_d, mask=mask_ND, other=0.0)
     partner_ND = partner_ND.to(tl.float32)
     if HAS_NORM:
-        inverse_rms_N = tl.rsqrt(tl.sum(k_ND * k_ND, axis=1) / HEAD_DIM + eps)
+        inverse_rms_N = 1.0 / tl.sqrt_rn(tl.sum(k_ND * k_ND, axis=1) / HEAD_DIM + eps)
         weight_D = tl.load(norm_weight_ptr + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
         partner_weight_D = tl.load(norm_weight_ptr + partner_d, mask=d < HEAD_DIM, other=0.0)
         k_ND = k_ND * inverse_rms_N[:, None] * weight_D[None, :]

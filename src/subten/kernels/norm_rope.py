@@ -123,16 +123,16 @@ def _num_warps(num_elements: int) -> int:
 # One pass: a row of up to 16384 features is at most 64 values a thread at 8 warps.
 @triton_jit
 def _rms_norm_kernel(
-    x_ptr,
-    weight_ptr,
-    y_ptr,
-    eps,
-    stride_xt,
-    stride_xd,
-    stride_w,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    eps: tl.tensor,
+    stride_xt: tl.tensor,
+    stride_xd: tl.tensor,
+    stride_w: tl.tensor,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+) -> None:
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     inside = d < DIM
@@ -152,22 +152,22 @@ def _rms_norm_kernel(
 # the row of cosines is loaded once for all of them.
 @triton_jit
 def _norm_rope_kernel(
-    q_ptr,
-    cos_sin_ptr,
-    position_ptr,
-    weight_ptr,
-    out_ptr,
-    eps,
-    stride_qt,
-    stride_qh,
-    stride_qd,
-    stride_p,
+    q_ptr: tl.tensor,
+    cos_sin_ptr: tl.tensor,
+    position_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    eps: tl.tensor,
+    stride_qt: tl.tensor,
+    stride_qh: tl.tensor,
+    stride_qd: tl.tensor,
+    stride_p: tl.tensor,
     NUM_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-):
+) -> None:
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     c = tl.arange(0, BLOCK_HALF)

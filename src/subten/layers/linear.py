@@ -11,9 +11,7 @@ from torch import nn
 from subten.kernels.cpu_linear import cpu_linear
 
 
-def empty_parameter(
-    *shape: int, device: torch.device | str, dtype: torch.dtype
-) -> nn.Parameter:
+def empty_parameter(*shape: int, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
     """Uninitialised weights that no gradient reaches; the loader fills every element."""
     return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype), requires_grad=False)
 

@@ -10,13 +10,8 @@ from torch import nn
 
 from subten.config import ModelConfig
 from subten.kernels import Ops
+from subten.kernels.experts import needs_order
 from subten.layers.linear import empty_parameter
-
-GROUPED_FROM_TOKENS = 17
-"""Steps of at least this many tokens ask `route` for the order of tokens by expert.
-
-Below it the experts op gathers each token's experts; the order would cost more than it saves.
-"""
 
 
 class MoE(nn.Module):
@@ -52,7 +47,7 @@ class MoE(nn.Module):
             top_k=self.top_k,
             renormalize=self.norm_topk_prob,
             scaling_factor=self.routed_scaling_factor,
-            with_order=x_TD.shape[0] >= GROUPED_FROM_TOKENS,
+            with_order=needs_order(x_TD.shape[0]),
         )
         return self.ops.experts(  # type: ignore[no-any-return]
             routing, self.gate_up_EFD, self.down_EDF, residual_TD=x_TD

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from subten.models.family import Family
 from subten.models.llama import LLAMA
 from subten.models.mixtral import MIXTRAL
 from subten.models.qwen3_moe import QWEN3_MOE
+
+logger = logging.getLogger(__name__)
 
 MODELS: Mapping[str, Family] = {
     family.architecture: family for family in (LLAMA, MIXTRAL, QWEN3_MOE)
@@ -31,4 +34,7 @@ def read_config(values: Mapping[str, Any], *, source: str) -> tuple[Family, Mode
     if not isinstance(name, str) or name not in MODELS:
         raise reader.error("architectures", names, allowed)
     family = MODELS[name]
-    return family, family.read_config(reader)
+    config = family.read_config(reader)
+    unread = sorted(values.keys() - reader.read_keys)
+    logger.debug("%s: keys that do not matter here: %s", source, ", ".join(unread))
+    return family, config

@@ -1,4 +1,4 @@
-"""Typed reading of a config.json: every key is checked, and an error names key, value and remedy."""
+"""Typed reading of a config.json: every key is checked, an error names key, value and remedy."""
 
 from __future__ import annotations
 

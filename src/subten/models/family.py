@@ -12,6 +12,9 @@ from subten.models.rope_config import context_reach, read_rope
 
 logger = logging.getLogger(__name__)
 
+MAX_EXPERTS = 1024
+"""One program of the `route` kernel holds the scores of all experts."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightSlot:
@@ -95,7 +98,8 @@ def read_decoder_config(reader: ConfigReader, rules: FamilyRules) -> ModelConfig
 
 def read_routing(reader: ConfigReader) -> tuple[int, int, float]:
     """Number of experts, experts a token, and the factor on the routed sum (1 where absent)."""
-    num_experts = reader.integer(reader.spelling("num_local_experts", "num_experts"))
+    key = reader.spelling("num_local_experts", "num_experts")
+    num_experts = reader.integer(key, high=MAX_EXPERTS)
     top_k = reader.integer("num_experts_per_tok")
     if top_k > num_experts:
         raise reader.error(

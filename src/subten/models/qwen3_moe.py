@@ -59,6 +59,4 @@ def weight_map(config: ModelConfig) -> dict[str, WeightSlot]:
     return all_slots(config, ffn_slots)
 
 
-QWEN3_MOE = Family(
-    architecture=_RULES.architecture, read_config=read_config, weight_map=weight_map
-)
+QWEN3_MOE = Family(architecture=_RULES.architecture, read_config=read_config, weight_map=weight_map)

@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Optional, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -35,15 +35,17 @@ def make_command() -> Callable[..., None]:
             raise typer.Exit(2) from None
         typer.echo(json.dumps(report, indent=2))
 
-    parameters = [_parameter("config", Optional[Path], "TOML file with these settings; flags win over it.")]
+    parameters = [
+        _parameter("config", Path | None, "TOML file with these settings; flags win over it.")
+    ]
     kinds = get_type_hints(TrainConfig)
     for field in dataclasses.fields(TrainConfig):
         kind = kinds[field.name]
         if kind == tuple[Path, ...]:
-            flag: Any = Optional[list[Path]]
+            flag: Any = list[Path] | None
         else:
             plain = [t for t in get_args(kind) if t is not type(None)] or [kind]
-            flag = Optional[plain[0]]
+            flag = plain[0] | None
         help_text = field.metadata["help"]
         if field.default is not dataclasses.MISSING and field.default not in (None, (), ""):
             help_text += f" [default: {field.default}]"

@@ -34,7 +34,9 @@ class TrainConfig:
     heldout: Path | None = _opt(None, "Held-out text; without it the last documents of `text`.")
     heldout_documents: int = _opt(200, "Documents taken from the end of the last text file.")
     test_text: Path | None = _opt(None, "Test text for a second perplexity (WikiText-2 raw test).")
-    data_dir: Path | None = _opt(None, "Folder of tokenised text, shared by runs; default OUT/data.")
+    data_dir: Path | None = _opt(
+        None, "Folder of tokenised text, shared by runs; default OUT/data."
+    )
     workers: int = _opt(0, "Processes that tokenise; 0 is one a CPU.")
 
     num_experts: int = _opt(8, "Experts a layer.")
@@ -118,12 +120,16 @@ class TrainConfig:
             raise refuse(ConfigError, "top_k", self.top_k, f"1 to num_experts={self.num_experts}")
         if self.batch_rows % self.rows_per_pass:
             raise refuse(
-                ConfigError, "micro_batch_rows", self.micro_batch_rows,
+                ConfigError,
+                "micro_batch_rows",
+                self.micro_batch_rows,
                 f"a divisor of batch_rows={self.batch_rows}",
             )
         if self.num_self_rows and self.self_tokens < 2 * self.seq_len:
             raise refuse(
-                ConfigError, "self_tokens", self.self_tokens,
+                ConfigError,
+                "self_tokens",
+                self.self_tokens,
                 f"at least {2 * self.seq_len} (two rows), or self_share = 0",
             )
 
@@ -150,6 +156,16 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON and TOML hold them."""
         return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    def to_shareable(self) -> dict[str, Any]:
+        """Plain values, with files and folders by their last name: what a report or file says."""
+        values: dict[str, Any] = {}
+        for field_ in dataclasses.fields(self):
+            value = getattr(self, field_.name)
+            if isinstance(value, tuple):
+                value = tuple(Path(path.name) for path in value)
+            values[field_.name] = _plain(Path(value.name) if isinstance(value, Path) else value)
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
@@ -215,4 +231,6 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     is_bool = isinstance(value, bool)
     if any(isinstance(value, t) for t in allowed) and (not is_bool or bool in allowed):
         return value
-    raise refuse(ConfigError, name, value, " or ".join(getattr(t, "__name__", str(t)) for t in allowed))
+    raise refuse(
+        ConfigError, name, value, " or ".join(getattr(t, "__name__", str(t)) for t in allowed)
+    )

@@ -20,6 +20,7 @@ from subten.tokenizer import Tokenizer
 SEPARATOR = "<|endoftext|>"
 _TASK_CHARS = 1 << 20
 _PIECE_CHARS = 1 << 13
+_SMALL_BYTES = 1 << 20
 
 Array = np.ndarray[Any, Any]
 Progress = Callable[[str, float], None]
@@ -98,7 +99,12 @@ def separator_id(tokenizer: Tokenizer) -> int:
 
 
 def tokenize(
-    path: Path, tokenizer: Tokenizer, folder: Path, *, workers: int = 0, progress: Progress | None = None
+    path: Path,
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    workers: int = 0,
+    progress: Progress | None = None,
 ) -> TokenText:
     """Tokens of a text file, kept in `folder` and found again there by content and tokenizer.
 
@@ -190,7 +196,8 @@ class RowTable:
     def _row(self, number: int) -> Array:
         epoch, place = divmod(number, len(self._rows))
         order = np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
-        return self._rows[order[place]].astype(np.int64)
+        row: Array = self._rows[order[place]].astype(np.int64)
+        return row
 
 
 def windows(ids: Array, length: int, rows: int) -> Iterator[Array]:
@@ -214,9 +221,7 @@ _worker: dict[str, Any] = {}
 def _start_worker(backend: str, separator: int, dtype: Any) -> None:
     # One process a CPU is the parallelism; the library's own threads would fight over them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker.update(
-        backend=tokenizers.Tokenizer.from_str(backend), separator=separator, dtype=dtype
-    )
+    _worker.update(backend=tokenizers.Tokenizer.from_str(backend), separator=separator, dtype=dtype)
 
 
 def _encode_documents(documents: Sequence[str]) -> tuple[bytes, list[int], int]:
@@ -231,6 +236,12 @@ def _encode_documents(documents: Sequence[str]) -> tuple[bytes, list[int], int]:
         arrays.extend(whole)
         lengths.append(sum(len(part) for part in whole))
     return np.concatenate(arrays).tobytes(), lengths, sum(len(d) for d in documents)
+
+
+def _num_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _tasks(path: Path) -> Iterator[list[str]]:
@@ -249,7 +260,7 @@ def _tasks(path: Path) -> Iterator[list[str]]:
 def _tokenize_all(
     path: Path, setup: tuple[str, int, Any], workers: int, progress: Progress | None
 ) -> tuple[Array, Array]:
-    workers = workers or len(os.sched_getaffinity(0))
+    workers = workers or _num_cpus()
     # xz text of this kind packs to about 27 %; the bar only needs a guess of the whole.
     total = path.stat().st_size * (3.7 if path.suffix == ".xz" else 1.0)
     chunks: list[Array] = []
@@ -265,7 +276,7 @@ def _tokenize_all(
             if progress:
                 progress(f"tokenising {path.name}", min(1.0, num_chars / total))
 
-    if workers == 1 or path.stat().st_size < 1 << 20:
+    if workers == 1 or path.stat().st_size < _SMALL_BYTES:
         _start_worker(*setup)
         take(map(_encode_documents, _tasks(path)))
     else:

@@ -62,7 +62,7 @@ def logits(model: DenseModel, state_TD: Tensor) -> Tensor:
 def perplexity(
     model: DenseModel, state_fn: StateFn, ids: Array, *, seq_len: int, rows: int
 ) -> dict[str, float]:
-    """Perplexity over non-overlapping windows of `seq_len`; every token but the first counts once."""
+    """Perplexity over windows of `seq_len` side by side; each token but the first counts once."""
     total, count = 0.0, 0
     for window in windows(ids, seq_len, rows):
         id_BS = torch.from_numpy(window).to(model.device)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from subten.train.config import TrainConfig
-from subten.train.model import Deltas
+from subten.train.model import Deltas, DenseModel
 from subten.weights.upcycled import DELTA_NAMES, DELTAS_FORMAT, merge_expert, read_deltas
 
 LICENCE = "Apache-2.0"
@@ -39,12 +39,13 @@ def write_deltas(path: Path, deltas: Deltas, config: TrainConfig, base_sha256: s
         "top_k": str(config.top_k),
         "rank": str(deltas.rank),
         "number_format": config.export_format,
-        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "licence": LICENCE,
-        "train_config": json.dumps(_shareable(config), sort_keys=True),
+        "train_config": json.dumps(config.to_shareable(), sort_keys=True),
     }
     partial = path.with_suffix(".partial")
     save_file({k: v.contiguous() for k, v in tensors.items()}, partial, metadata=metadata)
+    partial.chmod(0o644)
     partial.replace(path)
 
 
@@ -64,40 +65,30 @@ def load_deltas(path: Path, device: torch.device) -> Deltas:
     return Deltas(*(tensors[name].to(device) for name in DELTA_NAMES))
 
 
-def export_error(deltas: Deltas, exported: Deltas, base_FD: Tensor, layer: int) -> dict[str, float]:
+def export_error(
+    model: DenseModel, trained: Deltas, exported: Deltas, *, layer: int
+) -> dict[str, float]:
     """RMS error that the file format makes in the merged gates of one layer.
 
     Beside it stands the error that rounding the merged weights to BF16 makes: a format is good
-    enough when its own error is well below that.
+    enough when its own error is below that.
     """
-    base = base_FD.float()
+    base = model.layers[layer].gate_up_weight[: model.shape.ffn_width].float().cpu()
     error_sq = delta_sq = bf16_sq = 0.0
-    for expert in range(deltas.num_experts):
-        a, b = (getattr(deltas, f"gate_{side}")[layer, expert].detach() for side in "ab")
-        xa, xb = (getattr(exported, f"gate_{side}")[layer, expert] for side in "ab")
-        delta = b.T @ a
+    for expert in range(trained.num_experts):
+        a, b, file_a, file_b = (
+            getattr(deltas, f"gate_{side}")[layer, expert].detach().float().cpu()
+            for deltas in (trained, exported)
+            for side in "ab"
+        )
         merged = merge_expert(base, a, b)
-        error_sq += float((xb.T @ xa - delta).square().sum())
-        delta_sq += float(delta.square().sum())
+        error_sq += float((merge_expert(base, file_a, file_b) - merged).square().sum())
+        delta_sq += float((merged - base).square().sum())
         bf16_sq += float((merged.bfloat16().float() - merged).square().sum())
-    count = base.numel() * deltas.num_experts
+    count = base.numel() * trained.num_experts
     return {
-        "delta_rms": (delta_sq / count) ** 0.5,
         "weight_rms": float(base.square().mean().sqrt()),
+        "delta_rms": (delta_sq / count) ** 0.5,
         "format_error_rms": (error_sq / count) ** 0.5,
         "bf16_rounding_rms": (bf16_sq / count) ** 0.5,
-        "format_error_of_delta": (error_sq / delta_sq) ** 0.5 if delta_sq else 0.0,
     }
-
-
-def _shareable(config: TrainConfig) -> dict[str, object]:
-    """The configuration without the folders of the machine that trained it."""
-    values: dict[str, object] = {}
-    for name, value in config.to_dict().items():
-        kind = getattr(config, name)
-        if isinstance(kind, Path):
-            value = kind.name
-        elif isinstance(kind, tuple):
-            value = [Path(v).name for v in kind]
-        values[name] = value
-    return values

@@ -1,4 +1,4 @@
-"""What a run tells while it runs: a bar on a terminal, a line now and then elsewhere, JSON lines."""
+"""What a run tells while it runs: a bar on a terminal or lines elsewhere, and JSON lines."""
 
 from __future__ import annotations
 

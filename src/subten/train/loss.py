@@ -37,7 +37,9 @@ def chunk_loss(
     ce_C = -student.gather(-1, target_C[:, None]).squeeze(-1)
     kd_C = (dense_prob * (dense - student)).sum(-1)
     is_target = torch.arange(head_VD.shape[0], device=target_C.device) == target_C[:, None]
-    grad_CV = (ce_weight_C + kd_weight_C)[:, None] * student.exp() - kd_weight_C[:, None] * dense_prob
+    grad_CV = (ce_weight_C + kd_weight_C)[:, None] * student.exp() - kd_weight_C[
+        :, None
+    ] * dense_prob
     grad_CV = torch.where(is_target, grad_CV - ce_weight_C[:, None], grad_CV)
     return ce_C, kd_C, grad_CV.to(head_VD.dtype) @ head_VD
 

@@ -7,10 +7,12 @@ sort or scatter, and torch.compile sees dense matrix products alone.
 """
 
 # Letters: B rows, S positions, T = B * S tokens, D model width, H query heads, G key-value heads,
-# P head dimension, F feed-forward width, E experts, K experts a token, R rank, L layers, V vocabulary
+# P head dimension, F feed-forward width, E experts, K experts a token, R rank, L layers,
+# V vocabulary
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -20,12 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from subten.core import CheckpointError
+from subten.train.balance import router_z_loss
 
 
 class DenseCheckpoint(Protocol):
     """Where a dense model comes from: a GGUF file or a folder."""
 
-    config: dict[str, Any]
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Keys of a Hugging Face Llama config."""
 
     def tensor(self, name: str) -> Tensor:
         """One tensor by its Hugging Face name."""
@@ -230,7 +235,7 @@ def make_student_layer(shape: ModelShape, top_k: int, reroute: str = "none") -> 
         x_BSD = attention(x_BSD, layer, cos_SP, sin_SP)
         h_BSD = F.rms_norm(x_BSD, (shape.width,), layer.ffn_norm_D, shape.norm_eps)
         h_TD = h_BSD.flatten(0, 1)
-        num_experts, rank = deltas.num_experts, deltas.rank
+        num_experts, rank, _ = deltas.gate_a.shape
 
         score_TE = F.linear(h_TD.float(), deltas.router)
         prob_TE = score_TE.softmax(-1)
@@ -262,7 +267,7 @@ def make_student_layer(shape: ModelShape, top_k: int, reroute: str = "none") -> 
         load = LayerLoad(
             is_chosen_TKE.float().sum((0, 1)),
             prob_TE.mean(0),
-            score_TE.logsumexp(-1).square().mean(),
+            router_z_loss(score_TE),
         )
         return x_BSD + out_TD.view_as(x_BSD), load
 
@@ -293,7 +298,13 @@ def student_forward(
 
 
 def init_deltas(
-    model: DenseModel, sample_BS: Tensor, *, num_experts: int, rank: int, router_std: float, seed: int
+    model: DenseModel,
+    sample_BS: Tensor,
+    *,
+    num_experts: int,
+    rank: int,
+    router_std: float,
+    seed: int,
 ) -> Deltas:
     """Deltas of an untrained student, which computes exactly what the dense model does.
 
@@ -308,7 +319,7 @@ def init_deltas(
     sizes = (shape.num_layers, num_experts)
 
     def normal(width: int) -> Tensor:
-        return torch.randn(*sizes, rank, width, generator=generator) * width**-0.5
+        return torch.randn(*sizes, rank, width, generator=generator) / math.sqrt(width)
 
     def zeros(width: int) -> Tensor:
         return torch.zeros(*sizes, rank, width)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -49,7 +48,9 @@ def self_written(
 
     The same model, settings and seed find the same file again.
     """
-    settings = {n: v for n, v in config.to_dict().items() if n.startswith("self_") and n != "self_share"}
+    settings = {
+        n: v for n, v in config.to_dict().items() if n.startswith("self_") and n != "self_share"
+    }
     key_text = json.dumps([settings, config.seed, model_key, str(model.dtype)], sort_keys=True)
     name = f"self-{hashlib.sha256(key_text.encode()).hexdigest()[:16]}"
     ids_file = config.data_folder / f"{name}.ids.npy"
@@ -179,7 +180,9 @@ class _Cache:
             q = rotate(q, cos_P, sin_P).unflatten(1, (shape.num_kv_heads, -1))
             score = q @ self.keys[i][:, :, :stop].transpose(-1, -2) * shape.head_dim**-0.5
             prob = score.masked_fill(hidden, -torch.inf).float().softmax(-1).to(x_BD.dtype)
-            x_BD = x_BD + F.linear((prob @ self.values[i][:, :, :stop]).flatten(1), layer.out_weight)
+            x_BD = x_BD + F.linear(
+                (prob @ self.values[i][:, :, :stop]).flatten(1), layer.out_weight
+            )
             h_BD = F.rms_norm(x_BD, (shape.width,), layer.ffn_norm_D, shape.norm_eps)
             gate, up = F.linear(h_BD, layer.gate_up_weight).chunk(2, dim=-1)
             x_BD = x_BD + F.linear(F.silu(gate) * up, layer.down_weight)

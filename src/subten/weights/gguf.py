@@ -93,7 +93,9 @@ class GGUFCheckpoint:
                 f"{self.path.name}: general.architecture: got {architecture!r}; allowed: 'llama'"
             )
         if self.fields.get("llama.expert_count", 0):
-            raise CheckpointError(f"{self.path.name}: llama.expert_count: only dense files are read")
+            raise CheckpointError(
+                f"{self.path.name}: llama.expert_count: only dense files are read"
+            )
         scaling = self.fields.get("llama.rope.scaling.type", "none")
         if scaling != "none":
             raise CheckpointError(
@@ -151,7 +153,9 @@ class GGUFCheckpoint:
             "ffn_down": (hidden, ffn),
         }
         vocabulary = (config["vocab_size"], hidden)
-        shapes = {"model.embed_tokens.weight": ("token_embd.weight", vocabulary)}
+        shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+            "model.embed_tokens.weight": ("token_embd.weight", vocabulary)
+        }
         for layer in range(config["num_hidden_layers"]):
             for part, shape in layer_shapes.items():
                 name = f"model.layers.{layer}.{_LAYER_NAMES[part]}.weight"
@@ -162,7 +166,7 @@ class GGUFCheckpoint:
         return shapes
 
     def _check_tensors(self) -> None:
-        wanted = {gguf_name: shape for gguf_name, shape in self._shapes.values()}
+        wanted = dict(self._shapes.values())
         missing = sorted(wanted.keys() - self._by_gguf_name.keys())
         unknown = sorted(self._by_gguf_name.keys() - wanted.keys())
         if missing:
@@ -173,7 +177,8 @@ class GGUFCheckpoint:
             got = _rows_first(self._by_gguf_name[name])
             if got != shape:
                 raise CheckpointError(
-                    f"{self.path.name}: {name}: shape {list(got)}; its config asks for {list(shape)}"
+                    f"{self.path.name}: {name}: shape {list(got)}; "
+                    f"its config asks for {list(shape)}"
                 )
 
 

@@ -32,7 +32,11 @@ def download(name: str) -> Path:
     try:
         # Optional, and half a second to import: only who names a hub model pays for it.
         import huggingface_hub
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+        )
     except ImportError as error:
         raise CheckpointError(
             f"model: got {name!r}, a hub name, but huggingface_hub is not installed; "

@@ -7,6 +7,7 @@ tensors stream one at a time into parameters that are allocated once.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,13 +104,16 @@ def load_model(
     _check_entries(checkpoint, slots)
     tokenizer = checkpoint.tokenizer()
     config = _settle_eos(checkpoint, config, tokenizer)
-    decoder = Decoder(
-        config,
-        select_ops(backend, device),
-        fmt,
-        device=device,
-        dtype=_resolve_dtype(dtype),
-    )
+    ops, torch_dtype = select_ops(backend, device), _resolve_dtype(dtype)
+    try:
+        decoder = Decoder(config, ops, fmt, device=device, dtype=torch_dtype)
+    except torch.OutOfMemoryError as error:
+        num_weights = sum(math.prod(slot.shape) for slot in slots.values())
+        raise ConfigError(
+            f"device: got {device}, whose free memory does not hold the model's "
+            f"{num_weights * torch_dtype.itemsize / 1e9:.1f} GB of weights; free some, or use "
+            "a smaller model"
+        ) from error
     _fill(decoder, checkpoint, slots, progress)
     weight_bytes = sum(p.numel() * p.element_size() for p in decoder.parameters())
     logger.info(
@@ -118,7 +122,7 @@ def load_model(
         config.architecture,
         config.num_layers,
         weight_bytes / 1e6,
-        decoder.dtype,
+        str(decoder.dtype).removeprefix("torch."),
         " (dtype auto)" if dtype == "auto" else "",
         device,
         kv_cache_dtype,
@@ -135,23 +139,32 @@ def load_model(
 
 def open_checkpoint(model: str) -> tuple[Checkpoint, str]:
     """The checkpoint that `model` names, headers checked, and what errors about its config say."""
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = _existing_path(model)
+    if path is not None and path.is_dir():
         folder = FolderCheckpoint(path)
         return folder, folder.config_source
-    if path.is_file() or path.suffix == ".gguf":
-        if path.suffix != ".gguf":
+    if path is not None or model.endswith(".gguf"):
+        if not model.endswith(".gguf"):
             raise CheckpointError(
                 f"model: got file {model!r}; allowed: a .gguf file, a folder, or a hub name"
             )
-        return read_gguf(path), str(path)
-    if path.is_absolute() or model.startswith((".", "~")) or not hub.is_repository_name(model):
+        return read_gguf(path or model), model
+    if not hub.is_repository_name(model):
         raise CheckpointError(
             f"model: got {model!r}, which is no folder or file here; allowed: a folder with "
             "config.json and *.safetensors, a .gguf file, or a hub name like owner/name"
         )
     folder = FolderCheckpoint(hub.download(model))
     return folder, folder.config_source
+
+
+def _existing_path(model: str) -> Path | None:
+    """The file or folder that `model` names, None where there is none or it cannot be a path."""
+    try:
+        path = Path(model).expanduser()
+        return path if model and path.exists() else None
+    except (OSError, RuntimeError, ValueError):  # too long, unknown ~user, a NUL
+        return None
 
 
 def _resolve_dtype(dtype: str) -> torch.dtype:
@@ -214,7 +227,7 @@ def _settle_eos(
         ids.extend(i for i in tokenizer.eos_token_ids if i < config.vocab_size)
         if tokenizer.vocab_size > config.vocab_size:
             logger.warning(
-                "the tokenizer has %d tokens, the model %d: a prompt with a token beyond is refused",
+                "the tokenizer has %d tokens, the model %d: prompts with one beyond are refused",
                 tokenizer.vocab_size,
                 config.vocab_size,
             )
@@ -278,7 +291,7 @@ def _fill(
         if name not in slots:
             continue
         slot = slots[name]
-        target = parameters[slot.parameter]
+        target: torch.Tensor = parameters[slot.parameter]
         if slot.expert is not None:
             target = target[slot.expert]
         if slot.rows is not None:

@@ -73,7 +73,7 @@ class SafetensorsFile:
         try:
             with self.path.open("rb") as file:
                 file.seek(entry.start)
-                num_read = file.readinto(data.numpy())
+                num_read = file.readinto(data.numpy())  # type: ignore[arg-type]
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from error
         if num_read != num_bytes:
@@ -84,7 +84,7 @@ class SafetensorsFile:
 
 
 def open_safetensors(path: Path) -> SafetensorsFile:
-    """Read and check the header; CheckpointError names file, field, what came and what is wanted."""
+    """Read and check the header; CheckpointError names file, field, what came, what is wanted."""
     try:
         with path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size

@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -69,14 +67,17 @@ def read_deltas(path: str | Path) -> DeltasFile:
             metadata = dict(file.metadata() or {})
             stored = set(file.keys())
             if metadata.get("format") != DELTAS_FORMAT:
+                got = metadata.get("format")
                 raise CheckpointError(
-                    f"{path.name}: format: got {metadata.get('format')!r}; allowed: {DELTAS_FORMAT!r}"
+                    f"{path.name}: format: got {got!r}; allowed: {DELTAS_FORMAT!r}"
                 )
             for name in DELTA_NAMES:
                 if name in stored:
                     tensors[name] = file.get_tensor(name).float()
                 elif {f"{name}.codes", f"{name}.scales"} <= stored:
-                    codes, scales = (file.get_tensor(f"{name}.{part}") for part in ("codes", "scales"))
+                    codes, scales = (
+                        file.get_tensor(f"{name}.{part}") for part in ("codes", "scales")
+                    )
                     tensors[name] = codes.float() * scales.float()[..., None]
                 else:
                     raise CheckpointError(f"{path.name}: tensor {name!r} is missing")
@@ -121,14 +122,18 @@ def build_moe(
         _write_shards(partial, _moe_tensors(base, deltas, progress))
         base.tokenizer().save(partial)
         _write_json(partial / "config.json", config)
-        generation = {k: config[k] for k in ("bos_token_id", "eos_token_id") if k in config}
+        generation: dict[str, Any] = {
+            k: config[k] for k in ("bos_token_id", "eos_token_id") if k in config
+        }
         _write_json(partial / "generation_config.json", generation)
         partial.chmod(0o755)
         if out_dir.exists():
-            shutil.rmtree(out_dir)
-        os.replace(partial, out_dir)
+            # Another process may read the old folder: it moves away whole before it is removed.
+            out_dir.rename(partial.with_suffix(".old"))
+        partial.rename(out_dir)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        for leftover in (partial, partial.with_suffix(".old")):
+            shutil.rmtree(leftover, ignore_errors=True)
     return out_dir
 
 
@@ -209,8 +214,8 @@ def _moe_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Mixtral's tensors in BF16, layer by layer."""
     num_layers = base.config["num_hidden_layers"]
-    names = ("input_layernorm", "post_attention_layernorm")
-    names += tuple(f"self_attn.{part}_proj" for part in ("q", "k", "v", "o"))
+    projections = tuple(f"self_attn.{part}_proj" for part in ("q", "k", "v", "o"))
+    names = ("input_layernorm", "post_attention_layernorm", *projections)
 
     def plain(name: str) -> tuple[str, Tensor]:
         return name, base.tensor(name).bfloat16()
@@ -243,6 +248,7 @@ def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
     def flush() -> None:
         nonlocal size
         save_file(pending, folder / f"part-{len(shards)}", metadata={"format": "pt"})
+        (folder / f"part-{len(shards)}").chmod(0o644)
         shards.append({name: len(shards) for name in pending})
         pending.clear()
         size = 0

@@ -1,0 +1,283 @@
+"""The grouped path of `experts`: matrix products over tokens sorted by expert.
+
+Letters: T tokens, K experts a token, A = T * K assignments, E experts, D features, F hidden
+features of an expert (`gate_up_EFD` holds 2 * F rows, gate first).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+import torch
+
+from subten.kernels.route import Routing
+from subten.kernels.triton_shim import tl, triton, triton_jit
+
+
+def grouped(
+    routing: Routing,
+    gate_up_EFD: torch.Tensor,
+    down_EDF: torch.Tensor,
+    residual_TD: torch.Tensor,
+    act_AF: torch.Tensor,
+    out_TD: torch.Tensor,
+) -> None:
+    """Write `out`; the same parameters as `experts` besides its work buffer `act` [A, F].
+
+    Needs `routing.order_A`. Three launches, sized from the number of assignments alone: how many
+    tiles each expert has is found on the device.
+    """
+    num_tokens, dim = residual_TD.shape
+    num_assignments, hidden = act_AF.shape
+    num_experts = gate_up_EFD.shape[0]
+    top_k = num_assignments // num_tokens
+    assert routing.order_A is not None and routing.expert_start_E1 is not None
+    assert routing.order_A.shape == (num_assignments,), (routing.order_A.shape, num_assignments)
+    launch = _choose_group(num_assignments, num_experts, dim, residual_TD.dtype)
+    constants = {
+        "DIM": dim,
+        "HIDDEN": hidden,
+        "NUM_EXPERTS": num_experts,
+        # The interpreter, the only one to run these on a CPU, multiplies the bits of bfloat16.
+        "WIDEN": residual_TD.device.type == "cpu",
+        "EXPERTS_PAD": triton.next_power_of_2(num_experts),
+        "BLOCK_M": launch.block_m,
+        "BLOCK_N": launch.block_n,
+        "BLOCK_K": launch.block_k,
+        "num_warps": launch.num_warps,
+        "num_stages": launch.num_stages,
+    }
+    _group_up_kernel[(launch.max_tiles, triton.cdiv(hidden, launch.block_n))](
+        routing.h_TD,
+        routing.expert_start_E1,
+        routing.order_A,
+        gate_up_EFD,
+        act_AF,
+        *gate_up_EFD.stride(),
+        TOP_K=top_k,
+        **constants,
+    )
+    y_AD = torch.empty(num_assignments, dim, dtype=torch.float32, device=out_TD.device)
+    _group_down_kernel[(launch.max_tiles, triton.cdiv(dim, launch.block_n))](
+        act_AF,
+        routing.expert_start_E1,
+        routing.order_A,
+        down_EDF,
+        y_AD,
+        *down_EDF.stride(),
+        **constants,
+    )
+    _combine_kernel[(num_tokens, triton.cdiv(dim, launch.combine_block_d))](
+        y_AD,
+        routing.topk_weight_TK,
+        residual_TD,
+        out_TD,
+        *residual_TD.stride(),
+        DIM=dim,
+        TOP_K=top_k,
+        BLOCK_D=launch.combine_block_d,
+        num_warps=4,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _GroupLaunch:
+    block_m: int
+    block_n: int
+    block_k: int
+    combine_block_d: int
+    max_tiles: int
+    num_warps: int
+    num_stages: int
+
+
+def _choose_group(
+    num_assignments: int, num_experts: int, dim: int, dtype: torch.dtype
+) -> _GroupLaunch:
+    """Tiles of the grouped path; every number here is a first guess, to be measured.
+
+    Rows in a tile follow the mean load of an expert, within what the tensor cores take (16) and
+    what the two accumulators of gate and up leave registers for (64). FP32 runs without tensor
+    cores and needs room for its unpacked operands.
+    """
+    is_narrow = dtype == torch.float32
+    mean_load = triton.next_power_of_2(triton.cdiv(num_assignments, num_experts))
+    block_m = max(16, min(mean_load, 16 if is_narrow else 64))
+    return _GroupLaunch(
+        block_m=block_m,
+        block_n=32 if is_narrow else 64,
+        block_k=32 if is_narrow else 64,
+        combine_block_d=min(triton.next_power_of_2(dim), 1024),
+        # Full tiles, and for each expert with tokens at most one that is not full.
+        max_tiles=num_assignments // block_m + min(num_experts, num_assignments),
+        num_warps=4,
+        num_stages=2 if is_narrow else 3,
+    )
+
+
+@triton_jit
+def row_offset(row: tl.tensor, stride: tl.tensor) -> tl.tensor:
+    """row * stride in 64 bits: an expert or a token may lie past 2**31 elements."""
+    return row.to(tl.int64) * stride
+
+
+@triton_jit
+def _find_tile(
+    tile: tl.tensor,
+    start_ptr: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+) -> tl.tensor:
+    """Expert of a tile and the span of sorted assignments it owns; expert E past the last tile.
+
+    Each expert's assignments are cut into tiles of its own; every program counts them again from
+    the E + 1 offsets, so that no host ever has to know them.
+    """
+    e = tl.arange(0, EXPERTS_PAD)
+    is_expert = e < NUM_EXPERTS
+    start_E = tl.load(start_ptr + e, mask=is_expert, other=0)
+    end_E = tl.load(start_ptr + e + 1, mask=is_expert, other=0)
+    num_tiles_E = tl.cdiv(end_E - start_E, BLOCK_M)
+    last_E = tl.cumsum(num_tiles_E, axis=0)
+    expert = tl.sum((is_expert & (last_E <= tile)).to(tl.int32), axis=0)
+    is_own_E = e == expert
+    start = tl.sum(tl.where(is_own_E, start_E, 0), axis=0)
+    end = tl.sum(tl.where(is_own_E, end_E, 0), axis=0)
+    first_tile = tl.sum(tl.where(is_own_E, last_E - num_tiles_E, 0), axis=0)
+    return expert, start + (tile - first_tile) * BLOCK_M, end
+
+
+# act[p] = silu(gate_e h[order[p] // K]) * up_e h[order[p] // K] for sorted positions p.
+#
+#   order [A]:  | e0: p p p p | e1: p p | e3: p p p p p p |   cut into tiles of BLOCK_M rows
+#   tile (M, N): h rows gathered [BLOCK_M, D] x gate rows [BLOCK_N, D] and up rows [BLOCK_N, D]
+#
+# Bytes: 2 * F * D * itemsize once for each expert with tokens (tiles of an expert are neighbours
+# in the grid and meet in L2), A * (D + F) * itemsize of activations.
+@triton_jit
+def _group_up_kernel(
+    h_ptr: tl.tensor,
+    start_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    gate_up_ptr: tl.tensor,
+    act_ptr: tl.tensor,
+    stride_e: tl.tensor,
+    stride_f: tl.tensor,
+    stride_d: tl.tensor,
+    TOP_K: tl.constexpr,
+    DIM: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> None:
+    expert, first_row, end = _find_tile(
+        tl.program_id(0), start_ptr, NUM_EXPERTS, EXPERTS_PAD, BLOCK_M
+    )
+    if expert >= NUM_EXPERTS:
+        return
+    p = first_row + tl.arange(0, BLOCK_M)
+    inside_p = p < end
+    token = tl.load(order_ptr + p, mask=inside_p, other=0) // TOP_K
+    h_row = (h_ptr + row_offset(token, DIM))[:, None]
+    f = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_f = f < HIDDEN
+    gate_row = gate_up_ptr + row_offset(expert, stride_e) + row_offset(f, stride_f)[None, :]
+    up_row = gate_row + tl.full([], HIDDEN, tl.int64) * stride_f
+    gate_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(0, DIM, BLOCK_K):
+        d = first + tl.arange(0, BLOCK_K)
+        inside_d = d < DIM
+        h = tl.load(h_row + d[None, :], mask=inside_p[:, None] & inside_d[None, :], other=0.0)
+        inside = inside_d[:, None] & inside_f[None, :]
+        column = row_offset(d, stride_d)[:, None]
+        gate = tl.load(gate_row + column, mask=inside, other=0.0)
+        up = tl.load(up_row + column, mask=inside, other=0.0)
+        if WIDEN:
+            h, gate, up = h.to(tl.float32), gate.to(tl.float32), up.to(tl.float32)
+        gate_MN = tl.dot(h, gate, acc=gate_MN, input_precision="ieee")
+        up_MN = tl.dot(h, up, acc=up_MN, input_precision="ieee")
+    act_MN = gate_MN / (1.0 + tl.exp(-gate_MN)) * up_MN
+    act_at = act_ptr + row_offset(p, HIDDEN)[:, None] + f[None, :]
+    inside = inside_p[:, None] & inside_f[None, :]
+    tl.store(act_at, act_MN.to(act_ptr.dtype.element_ty), mask=inside)
+
+
+# y[order[p]] = down_e act[p], in FP32, back at the place of the assignment: rows t * K .. t * K
+# + K - 1 of y belong to token t. Bytes: D * F * itemsize for each expert with tokens, A * F *
+# itemsize and 4 * A * D.
+@triton_jit
+def _group_down_kernel(
+    act_ptr: tl.tensor,
+    start_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    down_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    stride_e: tl.tensor,
+    stride_d: tl.tensor,
+    stride_f: tl.tensor,
+    DIM: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WIDEN: tl.constexpr,
+) -> None:
+    expert, first_row, end = _find_tile(
+        tl.program_id(0), start_ptr, NUM_EXPERTS, EXPERTS_PAD, BLOCK_M
+    )
+    if expert >= NUM_EXPERTS:
+        return
+    p = first_row + tl.arange(0, BLOCK_M)
+    inside_p = p < end
+    act_row = (act_ptr + row_offset(p, HIDDEN))[:, None]
+    d = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_d = d < DIM
+    down_row = down_ptr + row_offset(expert, stride_e) + row_offset(d, stride_d)[None, :]
+    y_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(0, HIDDEN, BLOCK_K):
+        f = first + tl.arange(0, BLOCK_K)
+        inside_f = f < HIDDEN
+        act = tl.load(act_row + f[None, :], mask=inside_p[:, None] & inside_f[None, :], other=0.0)
+        inside = inside_f[:, None] & inside_d[None, :]
+        down = tl.load(down_row + row_offset(f, stride_f)[:, None], mask=inside, other=0.0)
+        if WIDEN:
+            act, down = act.to(tl.float32), down.to(tl.float32)
+        y_MN = tl.dot(act, down, acc=y_MN, input_precision="ieee")
+    a = tl.load(order_ptr + p, mask=inside_p, other=0)
+    y_at = y_ptr + row_offset(a, DIM)[:, None] + d[None, :]
+    tl.store(y_at, y_MN, mask=inside_p[:, None] & inside_d[None, :])
+
+
+# out_d = residual_d + sum_k weight_k y[t * K + k]_d, k in order. Bytes: 4 * A * D + 2 * T * D *
+# itemsize.
+@triton_jit
+def _combine_kernel(
+    y_ptr: tl.tensor,
+    topk_weight_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    stride_rt: tl.tensor,
+    stride_rd: tl.tensor,
+    DIM: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    t = tl.program_id(0)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = d < DIM
+    sum_D = tl.zeros([BLOCK_D], tl.float32)
+    for k in range(TOP_K):
+        a = row_offset(t, TOP_K) + k
+        y_D = tl.load(y_ptr + row_offset(a, DIM) + d, mask=inside, other=0.0)
+        sum_D += tl.load(topk_weight_ptr + a) * y_D
+    residual_at = residual_ptr + row_offset(t, stride_rt) + row_offset(d, stride_rd)
+    out_D = tl.load(residual_at, mask=inside, other=0.0).to(tl.float32) + sum_D
+    out_at = out_ptr + row_offset(t, DIM) + d
+    tl.store(out_at, out_D.to(out_ptr.dtype.element_ty), mask=inside)

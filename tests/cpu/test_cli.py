@@ -1,0 +1,364 @@
+"""The command line as a person and a program meet it, on a tiny model with a chat template."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_llama import TinyShape, hf_tensors, write_gguf
+from typer.testing import CliRunner
+
+from subten import cli, cli_measure
+from subten.cli import app
+from subten.codecs import CODECS
+
+runner = CliRunner()
+COMMANDS = [
+    ["generate"],
+    ["chat"],
+    ["info"],
+    ["plan"],
+    ["eval", "kv"],
+    ["bench", "latency"],
+    ["train"],
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A two-layer model of 30,000 random weights, context 256."""
+    shape = TinyShape()
+    path = tmp_path_factory.mktemp("cli") / "tiny.gguf"
+    return str(write_gguf(path, shape, hf_tensors(shape)))
+
+
+@pytest.fixture(scope="module")
+def plain_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same without a chat template."""
+    shape = TinyShape()
+    path = tmp_path_factory.mktemp("cli") / "plain.gguf"
+    return str(write_gguf(path, shape, hf_tensors(shape), chat_template=None))
+
+
+def run(*args: str, stdin: str | None = None) -> Any:
+    result = runner.invoke(app, list(args), input=stdin, prog_name="subten")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def run_json(*args: str) -> dict[str, Any]:
+    result = run(*args)
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) == 1, lines
+    value = json.loads(lines[0])
+    assert isinstance(value, dict)
+    return value
+
+
+def refusal(*args: str, stdin: str | None = None) -> str:
+    """The one line that a refused command leaves on stderr."""
+    result = run(*args, stdin=stdin)
+    assert result.exit_code == 2, (result.exit_code, result.stdout, result.stderr)
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("subten: error: ")
+    return lines[0].removeprefix("subten: error: ")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_has_help_with_an_example(command):
+    result = run(*command, "--help")
+    assert result.exit_code == 0
+    assert "Example" in result.stdout
+    assert f"subten {' '.join(command)}" in result.stdout
+
+
+def test_help_and_version_import_no_torch():
+    code = (
+        "import sys; from subten.cli import app\n"
+        "try: app(['--help'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'numpy', 'tokenizers'} & set(sys.modules), 'heavy imports'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    assert run("--version").stdout.startswith("subten ")
+
+
+def test_generate_json_is_one_object_with_what_a_program_needs(model):
+    value = run_json("generate", "hat", "--model", model, "--max-tokens", "5", "--json")
+    assert value["model"] == model
+    assert value["kv_cache_dtype"] == "bf16"
+    assert value["device"] == "cpu"
+    assert len(value["token_ids"]) == value["usage"]["completion_tokens"] <= 5
+    assert value["finish_reason"] in ("stop", "length")
+    assert isinstance(value["text"], str)
+    assert value["ttft_ms"] > 0
+    # 2 layers x 2 KV heads x K and V x 16 values x 2 bytes, in pages of 64 tokens.
+    assert value["kv_bytes_per_token"] == 256
+    assert value["kv_bytes"] == 64 * 256
+    num_cached = value["usage"]["total_tokens"] - 1  # the last token is never computed on
+    assert value["kv_true_bits"] == pytest.approx(16 * 64 / num_cached)
+
+
+def test_a_chat_model_is_asked_through_its_template_unless_raw(model, plain_model):
+    options = ("--max-tokens", "1", "--json")
+    chat = run_json("generate", "hat", "--model", model, *options)["prompt_token_ids"]
+    raw = run_json("generate", "hat", "--model", model, "--raw", *options)["prompt_token_ids"]
+    plain = run_json("generate", "hat", "--model", plain_model, *options)["prompt_token_ids"]
+    assert raw == plain
+    assert len(raw) == 3
+    assert len(chat) > len(raw)
+    assert " ".join(map(str, raw)) in " ".join(map(str, chat))
+
+
+def test_generate_shows_the_text_and_one_line_of_facts(model):
+    args = ("generate", "hat", "--model", model, "--max-tokens", "6", "--ignore-eos")
+    value = run_json(*args, "--json")
+    shown = run(*args, "--kv-cache-dtype", "bf16").stdout
+    text, _, facts = shown.rstrip("\n").rpartition("\n\n")
+    assert text == value["text"]
+    assert facts.startswith("[6 tokens | first after ")
+    assert "KV cache bf16: 16 KiB, " in facts
+    assert "true bits" in facts
+
+
+def test_the_same_question_gets_the_same_answer(model):
+    args = ("generate", "a cat", "--model", model, "--max-tokens", "8", "--json")
+    for options in ([], ["--temperature", "0.9", "--seed", "7"]):
+        first, second = (run_json(*args, *options)["token_ids"] for _ in range(2))
+        assert first == second
+    other = run_json(*args, "--temperature", "5", "--seed", "8")["token_ids"]
+    assert other != first
+
+
+def test_generate_reads_the_prompt_from_a_pipe(model):
+    args = ("--model", model, "--max-tokens", "1", "--json")
+    piped = runner.invoke(app, ["generate", *args], input="hat")
+    assert json.loads(piped.stdout)["token_ids"] == run_json("generate", "hat", *args)["token_ids"]
+
+
+def test_chat_keeps_the_conversation_and_its_cache(model):
+    question = "the cat sat in a hat then ran far in the hat " * 2
+    script = f"{question}\n\n{question}\n/reset\nhat\n/exit\nnever asked\n"
+    shown = run("chat", "--model", model, "--max-tokens", "4", stdin=script).stdout
+    facts = [line for line in shown.splitlines() if line.startswith("[")]
+    assert len(facts) == 3
+    assert "were cached" not in facts[0]
+    assert "prompt tokens were cached" in facts[1]
+    assert "were cached" not in facts[2]
+    assert "(a new conversation)" in shown
+    assert "never asked" not in shown
+
+
+def test_chat_goes_on_after_a_question_that_does_not_fit(model):
+    script = f"{'hat ' * 300}\n/what\nhat\n"
+    result = run("chat", "--model", model, "--max-tokens", "2", stdin=script)
+    errors = result.stderr.splitlines()
+    assert result.exit_code == 0
+    assert len(errors) == 2
+    assert "/reset begins a new conversation" in errors[0]
+    assert "command: got '/what'; allowed: /reset, /exit" in errors[1]
+    assert sum(line.startswith("[") for line in result.stdout.splitlines()) == 1
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n"])
+def test_an_empty_prompt_is_refused(model, prompt):
+    assert "prompt: got" in refusal("generate", prompt, "--model", model)
+    assert "prompt: got" in refusal("generate", "--model", model, stdin=prompt)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-tokens", "0"], "max_tokens: got 0; allowed: an integer of at least 1"),
+        (["--temperature", "nan"], "temperature: got nan; allowed: "),
+        (["--top-p", "1.5"], "top_p: got 1.5; allowed: "),
+        (["--seed", "-1"], "seed: got -1; allowed: "),
+        (["--kv-cache-dtype", "int3"], "kv_cache_dtype: got 'int3'; allowed: fp32, bf16"),
+        (["--device", "tpu"], "device: got 'tpu'; allowed: auto, cpu"),
+        (["--backend", "cuda"], "backend: got 'cuda'; allowed: "),
+        (["--dtype", "float16"], "dtype: got 'float16'; allowed: "),
+        (["--max-model-len", "100000"], "max_model_len: got 100000; allowed: "),
+        (["--stop", ""], "stop: got"),
+    ],
+)
+def test_bad_values_are_refused_by_name(model, options, message):
+    assert message in refusal("generate", "hat", "--model", model, *options)
+
+
+def test_an_over_long_prompt_is_refused_with_both_numbers(model):
+    message = refusal("generate", "x" * 257, "--raw", "--model", model)
+    assert "257" in message
+    assert "256" in message
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path):
+    for name in ("no-such-model", str(tmp_path / "none"), str(tmp_path / "none.gguf")):
+        assert name in refusal("generate", "hat", "--model", name)
+    (tmp_path / "empty").mkdir()
+    assert "config.json" in refusal("generate", "hat", "--model", str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["generate", "hat", "--max-token", "3"], "--max-token"),
+        (["generates"], "generates"),
+        (["plan", "--batch-size", "x"], "--batch-size"),
+        (["generate", "hat", "cat"], "cat"),
+        (["eval", "kv"], "--text"),
+    ],
+)
+def test_unknown_options_and_words_end_with_code_2(args, named):
+    result = run(*args)
+    assert result.exit_code == 2
+    assert named in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+
+
+def test_an_error_leaves_the_process_with_code_2_and_no_traceback(model):
+    done = subprocess.run(
+        [sys.executable, "-m", "subten", "generate", "", "--model", model],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("subten: error: prompt: got ''")
+    assert done.stderr.count("\n") == 1
+
+
+def test_info_lists_ops_and_codecs():
+    found = run_json("info", "--json")
+    assert found["device"] == "cpu"
+    assert found["backends"]["attend"] == "torch"
+    assert set(found["kv_cache_dtypes"]) == set(CODECS)
+    assert found["kv_cache_dtypes"]["int4"]["true_bits"] == {"64": 4.5, "128": 4.25}
+    shown = run("info").stdout
+    assert "attend torch" in shown
+    assert "4.250" in shown
+
+
+def test_info_says_which_head_dimension_a_codec_refuses(monkeypatch):
+    monkeypatch.setattr("subten.bench.machine.HEAD_DIMS", (6,))
+    assert "refused" in run("info").stdout
+
+
+def test_plan_of_a_shape_and_of_a_model(model):
+    value = run_json("plan", "--shape", "mixtral-8x7b", "--kv-cache-dtype", "int4_g64", "--json")
+    assert value["kv_bytes_per_token"] == 36864
+    assert value["is_fitting"]
+    shown = run("plan", "--shape", "mixtral-8x7b", "--batch-size", "64", "--context-len", "32768")
+    assert "about 8 of 8 experts a layer" in shown.stdout
+    assert "DOES NOT FIT" in shown.stdout
+    own = run_json("plan", "--model", model, "--context-len", "64", "--json")
+    assert own["kv_bytes_per_token"] == 256
+    assert "model, shape: got 'both'" in refusal("plan", "--model", model, "--shape", "x")
+    assert "model, shape: got 'neither'" in refusal("plan")
+
+
+def test_eval_kv_prints_a_table_and_writes_json(model, tmp_path):
+    text, out = tmp_path / "text.txt", tmp_path / "deep" / "out.json"
+    text.write_text("the cat sat in a hat " * 20, encoding="utf-8")
+    options = ("--kv-cache-dtype", "fp8,int4", "--window", "50", "--max-tokens", "120")
+    result = run("eval", "kv", "--model", model, "--text", str(text), *options, "--json", str(out))
+    assert result.exit_code == 0, result.stderr
+    written = json.loads(out.read_text(encoding="utf-8"))
+    assert written["kind"] == "kv_quality"
+    assert written["num_tokens"] == 120
+    assert [row["kv_cache_dtype"] for row in written["results"]] == ["fp8", "int4"]
+    assert all(row["kld_mean"] > 0 for row in written["results"])
+    assert written["environment"]["torch"]
+    assert "int4" in result.stdout
+    assert "KLD 99.9 %" in result.stdout
+
+
+def test_eval_kv_refuses_text_that_is_not_there_or_not_text(model, tmp_path):
+    result = run("eval", "kv", "--model", model, "--text", str(tmp_path / "none.txt"))
+    assert result.exit_code == 2
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert "UTF-8" in refusal("eval", "kv", "--model", model, "--text", str(binary))
+
+
+def test_bench_latency_counts_its_samples(model, tmp_path):
+    out = tmp_path / "latency.json"
+    options = ("--prompt-len", "9", "--output-len", "3", "--batch-size", "2", "--num-iters", "2")
+    result = run("bench", "latency", "--model", model, *options, "--json", str(out))
+    assert result.exit_code == 0, result.stderr
+    written = json.loads(out.read_text(encoding="utf-8"))
+    assert [row["kv_cache_dtype"] for row in written["results"]] == ["bf16", "int4"]
+    for row in written["results"]:
+        assert row["ttft_ms"]["num_samples"] == row["tpot_ms"]["num_samples"] == 4
+        assert row["itl_ms"]["num_samples"] == 8
+        assert 0 < row["tpot_ms"]["p50"] <= row["tpot_ms"]["p99"]
+        assert row["peak_memory_bytes"] > 10**7
+    assert "TPOT p50" in result.stdout
+    piped = run_json("bench", "latency", "--model", model, *options, "--json", "-")
+    assert piped["kind"] == "latency"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--output-len", "1"], "output_len: got 1; allowed: an integer of at least 2"),
+        (["--num-iters", "0"], "num_iters: got 0"),
+        (["--kv-cache-dtype", "bf16,"], "kv_cache_dtype: got ''"),
+        (["--kv-cache-dtype", "int4,int4"], "kv_cache_dtype: got 'int4,int4'; allowed: each"),
+    ],
+)
+def test_bench_latency_refuses_what_it_cannot_measure(model, options, message):
+    assert message in refusal("bench", "latency", "--model", model, *options)
+
+
+def test_the_demo_names_resolve_to_the_demo_models(monkeypatch, tmp_path, model):
+    def build(folder: Path, progress: Any) -> Path:
+        assert folder == tmp_path
+        progress("building the MoE", 0.5)
+        return Path(model)
+
+    monkeypatch.setattr("subten.weights.upcycled.demo_model", build)
+    monkeypatch.setattr("subten.weights.upcycled.find_demo_gguf", lambda: Path(model))
+    monkeypatch.setenv("SUBTEN_CACHE_DIR", str(tmp_path))
+    result = run("generate", "hat", "--max-tokens", "1", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["model"] == "demo"
+    assert "Building the demo model, once" in result.stderr
+    dense = run_json("generate", "hat", "--model", "demo-dense", "--max-tokens", "1", "--json")
+    assert dense["model"] == "demo-dense"
+
+
+def test_a_request_that_fails_ends_with_code_1_and_its_reason(model, monkeypatch):
+    from subten.engine.completion import Chunk
+
+    real = cli._write
+
+    def broken(chunks: Any, *, is_quiet: bool) -> Any:
+        import dataclasses
+
+        from subten.core import FinishReason
+
+        last = list(chunks)[-1]
+        failed = dataclasses.replace(
+            last.completion, finish_reason=FinishReason.ERROR, finish_detail="logits are NaN"
+        )
+        return real(iter([Chunk(text="", token_id=None, completion=failed)]), is_quiet=is_quiet)
+
+    monkeypatch.setattr(cli, "_write", broken)
+    result = run("generate", "hat", "--model", model, "--max-tokens", "1")
+    assert result.exit_code == 1
+    assert result.stderr == "subten: error: the request failed: logits are NaN\n"
+
+
+def test_codec_lists_are_split_at_commas():
+    assert cli_measure._codec_list("bf16, int4") == ["bf16", "int4"]

@@ -1,0 +1,318 @@
+"""The scheduler alone: order, budgets, preemption, refusals, and long random runs."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from subten.cache.allocator import PageAllocator
+from subten.core import (
+    PAGE_SIZE,
+    Batch,
+    FinishReason,
+    Request,
+    RequestError,
+    SamplingParams,
+    Sequence,
+)
+from subten.engine.scheduler import BAD_LOGITS, Scheduler
+
+
+def make_scheduler(
+    num_pages: int,
+    *,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 256,
+    max_model_len: int = 10**6,
+    enable_prefix_caching: bool = True,
+) -> Scheduler:
+    return Scheduler(
+        PageAllocator(num_pages, enable_prefix_caching),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+    )
+
+
+def make_request(name: str, num_prompt: int, *, max_tokens: int = 16, first: int = 0) -> Request:
+    return Request(
+        request_id=name,
+        prompt_token_ids=tuple(range(first, first + num_prompt)),
+        sampling=SamplingParams(max_tokens=max_tokens),
+        seed=0,
+    )
+
+
+def next_token(sequence: Sequence) -> int:
+    """A token that depends on everything before it, so that a lost or repeated one shows."""
+    return hash(tuple(sequence.token_ids)) % 1000
+
+
+def run_step(scheduler: Scheduler) -> Batch:
+    """Schedule, compute and commit one step; end sequences at their `max_tokens` or full length."""
+    batch = scheduler.schedule()
+    scheduler.commit(
+        batch, [next_token(i.sequence) if i.needs_token else None for i in batch.items]
+    )
+    for item in batch.items:
+        sequence = item.sequence
+        is_full = len(sequence.token_ids) >= scheduler.max_seq_len
+        if sequence.num_output >= sequence.request.sampling.max_tokens or is_full:
+            scheduler.finish(sequence, FinishReason.LENGTH)
+    return batch
+
+
+def drain(scheduler: Scheduler, max_steps: int = 100_000) -> list[Batch]:
+    batches = []
+    while scheduler.has_work:
+        batches.append(run_step(scheduler))
+        assert len(batches) <= max_steps
+    scheduler.check_integrity()
+    assert scheduler.allocator.num_used == 0
+    return batches
+
+
+def expected_tokens(request: Request) -> list[int]:
+    sequence = Sequence.from_request(request)
+    while sequence.num_output < request.sampling.max_tokens:
+        sequence.token_ids.append(next_token(sequence))
+    return sequence.token_ids
+
+
+# Case S01, with pages of 64: a pool of 128 tokens under a context limit of 256.
+def test_request_that_can_never_fit_is_refused_and_the_others_finish() -> None:
+    scheduler = make_scheduler(2, max_model_len=256)
+    with pytest.raises(RequestError, match=r"got 200 tokens; allowed: 1 to 127.*holds 128"):
+        scheduler.add(make_request("long", 200))
+    sequences = [scheduler.add(make_request(str(i), 10)) for i in range(10)]
+    drain(scheduler)
+    assert all(s.token_ids == expected_tokens(s.request) for s in sequences)
+
+
+@pytest.mark.parametrize("num_prompt", [0, 128, 129])
+def test_prompt_without_room_for_one_token_is_refused(num_prompt: int) -> None:
+    with pytest.raises(RequestError, match=f"got {num_prompt} tokens"):
+        make_scheduler(2).add(make_request("a", num_prompt))
+
+
+def test_longest_prompt_that_fits_yields_one_token() -> None:
+    scheduler = make_scheduler(2)
+    sequence = scheduler.add(make_request("a", 127))
+    drain(scheduler)
+    assert sequence.num_output == 1
+
+
+def test_id_in_use_is_refused_and_free_again_after_the_end() -> None:
+    scheduler = make_scheduler(2)
+    scheduler.add(make_request("a", 3))
+    with pytest.raises(RequestError, match="request_id: got 'a'"):
+        scheduler.add(make_request("a", 3))
+    drain(scheduler)
+    scheduler.add(make_request("a", 3))
+
+
+def test_decoders_go_first_and_prefill_takes_the_rest_of_the_budget() -> None:
+    scheduler = make_scheduler(32, max_num_batched_tokens=100)
+    for name in "ab":
+        scheduler.add(make_request(name, 5, max_tokens=1000))
+    run_step(scheduler)
+    scheduler.add(make_request("long", 300, first=5000))
+    chunks = []
+    for _ in range(4):
+        batch = run_step(scheduler)
+        assert batch.num_tokens <= 100
+        assert [i.sequence.request.request_id for i in batch.items] == ["a", "b", "long"]
+        assert [i.num_tokens for i in batch.items[:2]] == [1, 1]
+        chunks.append((batch.items[2].start, batch.items[2].num_tokens))
+    # 300 = 3 * 98 + 6, and then it decodes.
+    assert chunks == [(0, 98), (98, 98), (196, 98), (294, 6)]
+    assert run_step(scheduler).num_tokens == 3
+
+
+def test_no_more_sequences_than_allowed() -> None:
+    scheduler = make_scheduler(32, max_num_seqs=3)
+    for i in range(7):
+        scheduler.add(make_request(str(i), 2, max_tokens=2))
+    assert len(run_step(scheduler).items) == 3
+    drain(scheduler)
+
+
+def test_budget_below_one_token_a_sequence_is_our_bug() -> None:
+    with pytest.raises(AssertionError):
+        make_scheduler(2, max_num_seqs=4, max_num_batched_tokens=3)
+
+
+def test_shared_beginning_is_computed_once() -> None:
+    scheduler = make_scheduler(32)
+    scheduler.add(make_request("a", 130, max_tokens=1))
+    drain(scheduler)
+    sequence = scheduler.add(make_request("b", 130, max_tokens=1))
+    batch = run_step(scheduler)
+    assert sequence.num_cached == 128
+    assert [(i.start, i.num_tokens) for i in batch.items] == [(128, 2)]
+
+
+def test_last_prompt_token_is_always_computed() -> None:
+    scheduler = make_scheduler(32)
+    for name in "ab":
+        sequence = scheduler.add(make_request(name, 128, max_tokens=1))
+        drain(scheduler)
+    # Both pages are known, but logits come from a computed token only.
+    assert sequence.num_cached == 64
+    assert sequence.num_output == 1
+
+
+def test_bad_logits_move_nothing_and_end_forgets_the_pages() -> None:
+    scheduler = make_scheduler(32, max_num_batched_tokens=64)
+    bad = scheduler.add(make_request("bad", 100))
+    batch = scheduler.schedule()
+    scheduler.commit(batch, [None])
+    assert scheduler.allocator.match_prefix(bad.token_ids[:64]) != []
+    scheduler.allocator.release(bad.page_ids[:1])
+    batch = scheduler.schedule()
+    scheduler.commit(batch, [BAD_LOGITS])
+    assert (bad.num_computed, bad.num_output) == (64, 0)
+    scheduler.finish(bad, FinishReason.ERROR, "NaN")
+    assert scheduler.allocator.match_prefix(bad.token_ids[:64]) == []
+    assert scheduler.allocator.num_free == 32
+    scheduler.check_integrity()
+
+
+# Case S08: each of four sequences is preempted at least once, and none notices.
+def test_preempted_sequences_lose_nothing() -> None:
+    scheduler = make_scheduler(8)
+    requests = [make_request(str(i), 40, max_tokens=300, first=1000 * i) for i in range(4)]
+    sequences = [scheduler.add(request) for request in requests]
+    drain(scheduler)
+    assert sum(s.num_preemptions > 0 for s in sequences) >= 2, scheduler.num_preemptions
+    for sequence in sequences:
+        assert sequence.token_ids == expected_tokens(sequence.request)
+
+
+# Case S03: eight streams of twelve pages in a pool of sixteen.
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_preemption_is_bounded_and_every_step_moves_on(enable_prefix_caching: bool) -> None:
+    scheduler = make_scheduler(16, enable_prefix_caching=enable_prefix_caching)
+    num_tokens = 12 * PAGE_SIZE
+    sequences = [
+        scheduler.add(make_request(str(i), 8, max_tokens=num_tokens - 8, first=1000 * i))
+        for i in range(8)
+    ]
+    batches = drain(scheduler)
+    assert all(batch.items for batch in batches)
+    for age, sequence in enumerate(sequences):
+        assert sequence.token_ids == expected_tokens(sequence.request)
+        # A preemption needs an older sequence to take a page: at most 12 pages for each of them.
+        assert sequence.num_preemptions <= 12 * age, (age, sequence.num_preemptions)
+    # What was lost to recomputing stays small against the 8 * 768 tokens of useful work.
+    computed = sum(batch.num_tokens for batch in batches)
+    assert computed < 2 * 8 * num_tokens, computed
+
+
+def test_oldest_is_never_preempted() -> None:
+    scheduler = make_scheduler(4)
+    sequences = [
+        scheduler.add(make_request(str(i), 60, max_tokens=190, first=1000 * i)) for i in range(3)
+    ]
+    drain(scheduler)
+    assert sequences[0].num_preemptions == 0
+    assert scheduler.num_preemptions > 0
+
+
+def test_cancelled_while_queued_never_starts() -> None:
+    scheduler = make_scheduler(2, max_num_seqs=1)
+    scheduler.add(make_request("a", 10))
+    queued = scheduler.add(make_request("b", 10))
+    run_step(scheduler)
+    scheduler.finish(queued, FinishReason.CANCELLED)
+    drain(scheduler)
+    assert queued.num_output == 0
+    assert queued.num_computed == 0
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_cancelled_frees_its_pages_at_once(num_steps: int) -> None:
+    scheduler = make_scheduler(8, max_num_batched_tokens=64, max_num_seqs=4)
+    sequence = scheduler.add(make_request("a", 100))
+    for _ in range(num_steps):
+        run_step(scheduler)
+    scheduler.finish(sequence, FinishReason.CANCELLED)
+    assert scheduler.allocator.num_used == 0
+    scheduler.check_integrity()
+
+
+def simulate(seed: int, num_steps: int) -> Counter[str]:
+    """Random arrivals, ends and cancels; invariants of cases S02, S03 and S04 at every step."""
+    rng = random.Random(seed)
+    scheduler = make_scheduler(
+        rng.choice([1, 4, 8, 17]),
+        max_num_seqs=rng.choice([1, 4, 8]),
+        max_num_batched_tokens=rng.choice([8, 61, 256]),
+        max_model_len=rng.choice([65, 256, 2000]),
+        enable_prefix_caching=rng.random() < 0.8,
+    )
+    allocator = scheduler.allocator
+    seen: Counter[str] = Counter()
+    live: dict[str, Sequence] = {}
+    for step in range(num_steps):
+        if rng.random() < 0.2 and len(scheduler.waiting) < 12:
+            request = make_request(
+                str(step),
+                rng.randint(1, min(rng.choice([9, 90, 300]), scheduler.max_seq_len - 1)),
+                max_tokens=rng.choice([1, 7, 100, 400]),
+                first=rng.choice([0, 0, 500]),
+            )
+            live[request.request_id] = scheduler.add(request)
+            seen["added"] += 1
+        if live and rng.random() < 0.01:
+            scheduler.finish(live.pop(rng.choice(list(live))), FinishReason.CANCELLED)
+            seen["cancelled"] += 1
+        batch = scheduler.schedule()
+        # S02: whoever waits, something moves; the oldest of all in particular.
+        assert bool(batch.items) == scheduler.has_work
+        if batch.items:
+            oldest = next(iter(scheduler.running.values()))
+            assert any(item.sequence is oldest for item in batch.items)
+        assert batch.num_tokens <= scheduler.max_num_batched_tokens
+        tokens = [rng.randrange(3) if item.needs_token else None for item in batch.items]
+        if batch.items and rng.random() < 0.005:
+            tokens[rng.randrange(len(tokens))] = BAD_LOGITS
+        scheduler.commit(batch, tokens)
+        for item, token in zip(batch.items, tokens, strict=True):
+            sequence = item.sequence
+            reason = None
+            if token == BAD_LOGITS:
+                reason = FinishReason.ERROR
+            elif token is not None and (
+                sequence.num_output >= sequence.request.sampling.max_tokens
+                or len(sequence.token_ids) >= scheduler.max_seq_len
+            ):
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                scheduler.finish(sequence, reason)
+                del live[sequence.request.request_id]
+                seen[reason.value] += 1
+        total = allocator.num_free + allocator.num_used + allocator.num_cached
+        assert total == allocator.num_pages
+        if step % 50 == 0:
+            scheduler.check_integrity()
+    while scheduler.has_work:
+        run_step(scheduler)
+    allocator.flush()
+    scheduler.check_integrity()
+    assert allocator.num_free == allocator.num_pages
+    seen["preempted"] = scheduler.num_preemptions
+    return seen
+
+
+def test_random_runs_keep_every_invariant() -> None:
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    seen: Counter[str] = Counter()
+    for part in range(50):
+        seen.update(simulate(seed + part, 2000))
+    # The runs must have been there: hundreds of each kind of event in 10^5 steps.
+    for kind in ("added", "cancelled", "error", "length", "preempted"):
+        assert seen[kind] > 100, seen

@@ -1,0 +1,187 @@
+"""Encoding, chat templates with exactly one BOS, and text that streams."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_llama import CHAT_TEMPLATE, MERGES, SPECIAL, vocabulary
+
+from subten.core import CheckpointError, RequestError
+from subten.tokenizer import Tokenizer
+
+BOS_TEMPLATE = "{{ bos_token }}" + CHAT_TEMPLATE
+TALK = [{"role": "user", "content": "then a cat"}, {"role": "assistant", "content": "in"}]
+TEXTS = ["", "the cat", "12 345", "caf\u00e9 \u20ac \U0001f600", "a\n\n b\t c", "\u0001 \u2028"]
+
+
+def gguf_fields(**changes: Any) -> dict[str, Any]:
+    tokens = vocabulary()
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": list(MERGES),
+        "tokenizer.ggml.token_type": [3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": CHAT_TEMPLATE,
+        **changes,
+    }
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_gguf(gguf_fields())
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_merges_digits_and_special_tokens(tokenizer: Tokenizer) -> None:
+    spelled = [vocabulary()[i] for i in tokenizer.encode("the in a12<|im_end|>")]
+    assert spelled == ["the", "\u0120", "in", "\u0120a", "1", "2", "<|im_end|>"]
+    assert tokenizer.decode([1, *tokenizer.encode("the"), 2]) == "the"
+    assert tokenizer.decode([2], skip_special_tokens=False) == "<|im_end|>"
+    assert tokenizer.eos_token_ids == (2,)
+    assert tokenizer.vocab_size == len(vocabulary())
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, BOS_TEMPLATE])
+def test_exactly_one_bos_in_a_chat(adds_bos: bool, template: str) -> None:
+    # `<|endoftext|>` is the BOS here, since the template itself opens each turn with id 1.
+    changes = {"tokenizer.ggml.bos_token_id": 0, "tokenizer.chat_template": template}
+    found = Tokenizer.from_gguf(
+        gguf_fields(**changes, **{"tokenizer.ggml.add_bos_token": adds_bos})
+    )
+    ids = found.encode_chat(TALK)
+    wanted = 1 if adds_bos or template == BOS_TEMPLATE else 0
+    assert ids.count(0) == wanted
+    assert ids[:wanted] == [0] * wanted
+
+
+def test_exactly_one_bos_in_a_completion() -> None:
+    found = Tokenizer.from_gguf(
+        gguf_fields(**{"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.add_bos_token": True})
+    )
+    the = found.encode_part("the")
+    assert found.encode("the") == [0, *the]
+    assert found.encode("<|endoftext|>the") == [0, *the]
+    assert found.encode("") == [0]
+    assert 0 not in the
+
+
+def test_chat_template(tokenizer: Tokenizer) -> None:
+    opened = "<|im_start|>user\nthen a cat<|im_end|>\n<|im_start|>assistant\nin<|im_end|>\n"
+    assert tokenizer.apply_chat_template(TALK, add_generation_prompt=False) == opened
+    assert tokenizer.apply_chat_template(TALK) == opened + "<|im_start|>assistant\n"
+
+
+def test_without_a_template_chat_is_refused_and_completion_works() -> None:
+    found = Tokenizer.from_gguf(gguf_fields(**{"tokenizer.chat_template": None}))
+    with pytest.raises(RequestError, match=r"chat_template\.jinja"):
+        found.encode_chat(TALK)
+    assert found.encode("the")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(1000000000) %}x{% endfor %}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0]['content'] + 1 }}",
+        "{% broken",
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox(template: str) -> None:
+    found = Tokenizer.from_gguf(gguf_fields(**{"tokenizer.chat_template": template}))
+    with pytest.raises(RequestError, match="messages"):
+        found.apply_chat_template(TALK)
+
+
+def test_hidden_attributes_are_not_there() -> None:
+    template = "[{{ messages.__class__ }}{{ raise_exception.__globals__ }}]"
+    found = Tokenizer.from_gguf(gguf_fields(**{"tokenizer.chat_template": template}))
+    assert found.apply_chat_template(TALK) == "[]"
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, len(vocabulary()) - 1), max_size=40), st.booleans())
+def test_streamed_pieces_join_to_the_whole_text(ids: list[int], skip: bool) -> None:
+    found = Tokenizer.from_gguf(gguf_fields())
+    stream = found.stream(skip_special_tokens=skip)
+    pieces = [stream.push(i) for i in ids]
+    assert "".join(pieces) + stream.flush() == found.decode(ids, skip_special_tokens=skip)
+
+
+def test_a_character_streams_when_its_last_byte_has_come(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a\U0001f600\u20acb")
+    assert len(ids) == 1 + 4 + 3 + 1
+    stream = tokenizer.stream()
+    pieces = [stream.push(i) for i in ids]
+    assert pieces == ["a", "", "", "", "\U0001f600", "", "", "\u20ac", "b"]
+    assert stream.push(ids[1]) == ""
+    assert stream.flush() == "\ufffd"
+    assert stream.flush() == ""
+
+
+def test_a_saved_tokenizer_reads_back_here_and_in_transformers(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    tokenizer.save(tmp_path)
+    again = Tokenizer.from_file(tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json")
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS:
+        assert again.encode(text) == tokenizer.encode(text) == theirs.encode(text)
+    assert again.eos_token_ids == tokenizer.eos_token_ids == (theirs.eos_token_id,)
+    assert again.bos_token_id == tokenizer.bos_token_id == theirs.bos_token_id
+    assert again.encode_chat(TALK) == tokenizer.encode_chat(TALK)
+    prompt = theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
+    assert prompt == tokenizer.apply_chat_template(TALK)
+
+
+def test_a_template_may_lie_in_its_own_file_or_a_list(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path)
+    config_file = tmp_path / "tokenizer_config.json"
+    config = json.loads(config_file.read_text())
+    config["chat_template"] = [{"name": "default", "template": "listed"}]
+    config["eos_token"] = {"content": "<|endoftext|>", "special": True}
+    config_file.write_text(json.dumps(config))
+    read = Tokenizer.from_file(tmp_path / "tokenizer.json", config_file)
+    assert read.apply_chat_template(TALK) == "listed"
+    assert read.eos_token_ids == (0,)
+    (tmp_path / "chat_template.jinja").write_text("in a file, {{ eos_token }}")
+    read = Tokenizer.from_file(tmp_path / "tokenizer.json", config_file, eos_token_ids=(7, 8))
+    assert read.apply_chat_template(TALK) == "in a file, <|endoftext|>"
+    assert read.eos_token_ids == (7, 8)
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    for key, value in (("tokenizer.ggml.model", "llama"), ("tokenizer.ggml.pre", "mystery")):
+        with pytest.raises(CheckpointError, match=f"{key}.*{value}"):
+            Tokenizer.from_gguf(gguf_fields(**{key: value}))
+    fields = gguf_fields()
+    del fields["tokenizer.ggml.merges"]
+    with pytest.raises(CheckpointError, match="merges"):
+        Tokenizer.from_gguf(fields)
+    with pytest.raises(CheckpointError, match="absent"):
+        Tokenizer.from_file(tmp_path / "absent.json")
+    broken = tmp_path / "tokenizer.json"
+    broken.write_text("{}")
+    with pytest.raises(CheckpointError, match="damaged"):
+        Tokenizer.from_file(broken)
+    tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<nowhere>"}')
+    with pytest.raises(CheckpointError, match="<nowhere>"):
+        Tokenizer.from_file(broken, tmp_path / "tokenizer_config.json")
