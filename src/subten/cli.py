@@ -157,7 +157,7 @@ def generate(
     if json:
         print_json(_completion_dict(llm, completion, model))
     else:
-        typer.echo(f"\n\n{facts_line(completion)}")
+        typer.echo(f"\n\n{facts_line(llm, completion)}")
 
 
 @app.command()
@@ -231,7 +231,7 @@ def _chat_turn(llm: LLM, messages: list[dict[str, str]], line: str, params: Samp
         typer.echo(f"subten: error: {error} (/reset begins a new conversation)", err=True)
         return
     messages.append({"role": "assistant", "content": completion.text})
-    typer.echo(f"\n{facts_line(completion)}\n")
+    typer.echo(f"\n{facts_line(llm, completion)}\n")
 
 
 @app.command()
@@ -258,7 +258,7 @@ app.command("train")(make_command())
 cli_measure.register(app)
 
 
-def facts_line(completion: Completion) -> str:
+def facts_line(llm: LLM, completion: Completion) -> str:
     """Latency, KV bytes and true bits of one answer, in one line for people."""
     from subten.bench.report import human_bytes
 
@@ -271,7 +271,8 @@ def facts_line(completion: Completion) -> str:
         parts.append(f"then {completion.tpot_ms:.1f} ms a token ({rate:.1f}/s)")
     cache = f"KV cache {completion.kv_cache_dtype}: {human_bytes(completion.kv_bytes)}"
     if completion.kv_true_bits is not None:
-        cache += f", {completion.kv_true_bits:.2f} true bits"
+        full = llm.pool.fmt.true_bits
+        cache += f", {completion.kv_true_bits:.2f} true bits ({full:.2f} in full pages)"
     parts.append(cache)
     if usage.cached_tokens:
         parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens were cached")
@@ -285,7 +286,7 @@ def _load(model: str, **settings: Any) -> LLM:
 
     source = resolve_model(model)
     with progress("Loading", terminal_only=True) as update:
-        return LLM(source, progress=lambda done, total: update(done / total, ""), **settings)
+        return LLM(source, progress=lambda done, total: update(done / total), **settings)
 
 
 def _is_chat_model(llm: LLM) -> bool:

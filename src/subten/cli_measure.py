@@ -222,7 +222,7 @@ def eval_kv(
             token_ids,
             codecs=codecs,
             window=window,
-            progress=lambda share: update(share, ""),
+            progress=update,
         )
     result = {
         "kind": "kv_quality",
@@ -308,7 +308,7 @@ def bench_latency(
             progress(f"Measuring {codec}") as update,
         ):
             record = environment(llm.device)
-            results.append(measure_latency(llm, shape, progress=lambda share: update(share, "")))
+            results.append(measure_latency(llm, shape, progress=update))
     result = {"kind": "latency", "model": model, "environment": record, "results": results}
     report(result, latency_text(result), json)
 

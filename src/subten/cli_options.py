@@ -120,11 +120,11 @@ def resolve_model(name: str) -> str:
     if name != DEMO:
         return name
     with progress("Building the demo model, once") as update:
-        return str(demo_model(cache_dir(), lambda what, share: update(share, what)))
+        return str(demo_model(cache_dir(), lambda _what, share: update(share)))
 
 
-Update = Callable[[float, str], None]
-"""Tells a progress bar the share done (0 to 1) and what is being done."""
+Update = Callable[[float], None]
+"""Tells a progress bar the share done, 0 to 1."""
 
 
 @contextmanager
@@ -143,14 +143,14 @@ def progress(title: str, *, terminal_only: bool = False) -> Iterator[Update]:
     task = bar.add_task(title, total=1.0)
     is_started = False
 
-    def update(share: float, what: str) -> None:
+    def update(share: float) -> None:
         nonlocal is_started
         if not is_started and console.is_terminal:
             bar.start()
         elif not is_started and not terminal_only:
             typer.echo(f"{title} ...", err=True)
         is_started = True
-        bar.update(task, completed=share, description=f"{title}: {what}" if what else title)
+        bar.update(task, completed=share)
 
     try:
         yield update

@@ -226,6 +226,7 @@ def test_twin_matches_dense(randn: Randn, codec: str, head_dim: int, num_new: li
 )
 def test_op_matches_dense(
     randn: Randn,
+    monkeypatch: pytest.MonkeyPatch,
     codec: str,
     head_dim: int,
     num_kv_heads: int,
@@ -233,6 +234,8 @@ def test_op_matches_dense(
     lengths: list[int],
     num_new: list[int],
 ) -> None:
+    # Unsplit, so that a program walks over all pages of its sequence.
+    monkeypatch.setattr(attend_module, "MAX_SPLITS", 1)
     scene = make_scene(randn, codec, head_dim, num_kv_heads=num_kv_heads, lengths=lengths)
     q_THD = randn(sum(num_new), group * num_kv_heads, head_dim)
     check(scene, q_THD, num_new, twin_only=False)

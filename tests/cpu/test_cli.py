@@ -144,11 +144,21 @@ def test_generate_reads_the_prompt_from_a_pipe(model):
     assert json.loads(piped.stdout)["token_ids"] == run_json("generate", "hat", *args)["token_ids"]
 
 
-def test_chat_keeps_the_conversation_and_its_cache(model):
+def test_chat_keeps_the_conversation_and_its_cache(model, monkeypatch):
+    from subten.engine.llm import LLM
+
+    real, asked = LLM.chat_stream, []
+
+    def recorded(llm: Any, messages: Any, params: Any) -> Any:
+        asked.append([message["role"] for message in messages])
+        return real(llm, messages, params)
+
+    monkeypatch.setattr(LLM, "chat_stream", recorded)
     question = "the cat sat in a hat then ran far in the hat " * 2
     script = f"{question}\n\n{question}\n/reset\nhat\n/exit\nnever asked\n"
     shown = run("chat", "--model", model, "--max-tokens", "4", stdin=script).stdout
     facts = [line for line in shown.splitlines() if line.startswith("[")]
+    assert asked == [["user"], ["user", "assistant", "user"], ["user"]]
     assert len(facts) == 3
     assert "were cached" not in facts[0]
     assert "prompt tokens were cached" in facts[1]

@@ -205,21 +205,21 @@ def test_device_equals_torch(
 
 @pytest.mark.triton
 @pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("block_n", [1, 2, 32])
+@pytest.mark.parametrize("block_n", [1, 32])
 def test_tile_height_changes_nothing(
     name: str, block_n: int, generator: torch.Generator, device: torch.device
 ) -> None:
     fmt = kv_format(name, 48)
-    x_ND = torch.randn(33, 48, generator=generator)
-    slot_N = torch.arange(33) + 20
+    x_ND = torch.randn(5, 48, generator=generator)
+    slot_N = torch.arange(5) + 29
     pages_PB = torch.full((1, fmt.page_bytes), POISON, dtype=torch.uint8, device=device)
     expected_PB = pages_PB.cpu()
     launch_encode(x_ND.to(device), pages_PB, slot_N.to(device), fmt, block_n)
     write_rows(expected_PB, slot_N, x_ND, fmt)
     assert torch.equal(pages_PB.cpu(), expected_PB)
-    tall, short = (launch_decode(pages_PB, 53, fmt, n) for n in (64, block_n))
+    tall, short = (launch_decode(pages_PB, 34, fmt, n) for n in (64, max(block_n, 8)))
     for left, right in zip(tall, short, strict=True):
-        assert torch.equal(left[20:], right[20:])
+        assert torch.equal(left[29:], right[29:])
 
 
 def codes_fit_in_half(fmt: KVFormat) -> bool:
@@ -249,11 +249,12 @@ def compile_for_sm90() -> None:
 
     pointers = {"x_ptr": "*fp32", "slot_ptr": "*i64", "pages_ptr": "*u8", "page_stride": "i64"}
     for name in CODECS:
-        for head_dim in (64, 96):
+        # A head_dim that is no power of two packs and unpacks nibbles in another way.
+        for head_dim in (64, 96) if name in ("int4", "fp4_mx") else (64,):
             fmt = kv_format(name, head_dim)
             for kernel, function in (
                 (encode_kernel, {"ENCODE": fmt.codec.device_encode, "BLOCK_N": 2}),
-                (decode_kernel, {"DECODE": fmt.codec.device_decode, "BLOCK_N": 64}),
+                (decode_kernel, {"DECODE": fmt.codec.device_decode, "BLOCK_N": 16}),
             ):
                 constants: dict[str, Any] = {
                     **function,

@@ -6,7 +6,7 @@ import itertools
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -81,8 +81,11 @@ def expected(request: Request) -> list[int]:
     return tokens[len(request.prompt_token_ids) :]
 
 
-def drain(engine: Engine) -> dict[str, list[TokenEvent]]:
+def drain(engine: Engine, earlier: Iterable[TokenEvent] = ()) -> dict[str, list[TokenEvent]]:
+    """Step until nothing is left; all events by request, each stream complete and in order."""
     events: dict[str, list[TokenEvent]] = defaultdict(list)
+    for event in earlier:
+        events[event.request_id].append(event)
     while engine.has_work:
         for event in engine.step():
             events[event.request_id].append(event)
@@ -129,6 +132,8 @@ def test_preempted_requests_stream_the_same_tokens_once() -> None:
     records = [engine.add(request) for request in requests]
     events = drain(engine)
     assert sum(record.sequence.num_preemptions for record in records) >= 2
+    # Pages of its own that a sequence finds again are no shared prompt.
+    assert [record.num_cached for record in records] == [0] * 4
     for request in requests:
         assert tokens_of(events[request.request_id]) == expected(request)
 
@@ -299,14 +304,14 @@ def test_few_decoders_on_a_cpu_go_alone(num_seqs: int, num_calls: int) -> None:
 def test_chunk_of_one_token_among_many_decoders_keeps_its_place() -> None:
     engine = make_engine(max_num_seqs=12, max_num_batched_tokens=13)
     requests = [make_request(str(i), [i], max_tokens=30) for i in range(10)]
-    # Ten decoders leave room for three prompt tokens a step: two of "x", one of "y".
-    requests += [make_request("x", [20] * 14, max_tokens=3), make_request("y", [30] * 9)]
+    # Ten decoders leave room for three prompt tokens a step: at last two of "x", one of "y".
+    requests += [make_request("x", [20] * 14, max_tokens=3), make_request("y", [30])]
     for request in requests[:10]:
         engine.add(request)
-    engine.step()
+    first = engine.step()
     for request in requests[10:]:
         engine.add(request)
-    events = drain(engine)
+    events = drain(engine, first)
     for request in requests:
         assert tokens_of(events[request.request_id]) == expected(request)
 
@@ -315,7 +320,9 @@ def test_preempted_seeded_request_draws_the_same_tokens() -> None:
     def run(num_pages: int) -> tuple[list[list[int]], int]:
         engine = make_engine(ScriptedModel(noise_script), num_pages=num_pages)
         for i in range(3):
-            engine.add(make_request(str(i), [i] * 50, seed=i, temperature=1.0, max_tokens=40))
+            prompt = [i] * (50 + 5 * i)
+            params = {"temperature": 1.0, "max_tokens": 40, "ignore_eos": True}
+            engine.add(make_request(str(i), prompt, seed=i, **params))
         events = drain(engine)
         return [tokens_of(events[str(i)]) for i in range(3)], engine.scheduler.num_preemptions
 

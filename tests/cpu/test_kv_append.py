@@ -54,7 +54,7 @@ def append(
         pages_PGB,
         fmt,
         make_rope(300, fmt.head_dim, device),
-        torch.tensor(list(range(len(slots))) if positions is None else positions, device=device),
+        torch.tensor(positions or range(len(slots)), dtype=torch.int64, device=device),
         torch.tensor(slots, dtype=torch.int64, device=device),
         rotation_DD=hadamard(fmt.head_dim, device) if fmt.codec.is_rotated else None,
         **norm,
@@ -239,9 +239,9 @@ def test_a_row_does_not_depend_on_its_neighbours(randn: Randn, op: Callable[...,
 def test_strided_inputs(randn: Randn, op: Callable[..., None]) -> None:
     # Case M14: k and v slices of a fused QKV output, channels apart, pages a layer of a pool.
     fmt = kv_format("int4", 16)
-    qkv, apart_TGD = randn(3, 128), randn(3, 2, 32)[..., ::2]
+    qkv, apart = randn(3, 128), (randn(3, 2, 32)[..., ::2], randn(2, 3, 16).transpose(0, 1))
     fused = (qkv[:, 64:96].view(3, 2, 16), qkv[:, 96:].view(3, 2, 16))
-    for k_TGD, v_TGD in (fused, (apart_TGD, apart_TGD.flip(0).transpose(0, 1).transpose(0, 1))):
+    for k_TGD, v_TGD in (fused, apart):
         expected_PGB = make_pages(fmt, 2, 2, qkv.device)
         append(op, k_TGD.contiguous(), v_TGD.contiguous(), expected_PGB, fmt, [64, 3, 1])
         pool_PLGB = torch.full((2, 3, 2, fmt.page_bytes), 0xFF, dtype=torch.uint8).to(qkv.device)

@@ -211,6 +211,30 @@ def test_preemption_is_bounded_and_every_step_moves_on(enable_prefix_caching: bo
     assert computed < 2 * 8 * num_tokens, computed
 
 
+def test_preempted_sequence_goes_before_later_arrivals() -> None:
+    scheduler = make_scheduler(3, max_num_seqs=2)
+    for name, num_prompt in (("a", 50), ("b", 55), ("c", 10)):
+        scheduler.add(make_request(name, num_prompt, max_tokens=30, first=1000 * num_prompt))
+    while scheduler.num_preemptions == 0:
+        run_step(scheduler)
+    assert list(scheduler.running) == ["a"]
+    assert list(scheduler.waiting) == ["b", "c"]
+    drain(scheduler)
+
+
+def test_admission_leaves_a_page_of_growth_for_each_running_sequence() -> None:
+    scheduler = make_scheduler(3)
+    scheduler.add(make_request("a", 60, max_tokens=30))
+    run_step(scheduler)
+    scheduler.add(make_request("b", 100, max_tokens=1, first=5000))
+    while "a" in scheduler.running:
+        # Two pages are free until "a" grows, and "b" needs two: it would lose them at once.
+        assert "b" in scheduler.waiting
+        run_step(scheduler)
+    drain(scheduler)
+    assert scheduler.num_preemptions == 0
+
+
 def test_oldest_is_never_preempted() -> None:
     scheduler = make_scheduler(4)
     sequences = [
@@ -247,7 +271,7 @@ def simulate(seed: int, num_steps: int) -> Counter[str]:
     """Random arrivals, ends and cancels; invariants of cases S02, S03 and S04 at every step."""
     rng = random.Random(seed)
     scheduler = make_scheduler(
-        rng.choice([1, 4, 8, 17]),
+        rng.choice([1, 3, 5, 9]),
         max_num_seqs=rng.choice([1, 4, 8]),
         max_num_batched_tokens=rng.choice([8, 61, 256]),
         max_model_len=rng.choice([65, 256, 2000]),
@@ -313,6 +337,6 @@ def test_random_runs_keep_every_invariant() -> None:
     seen: Counter[str] = Counter()
     for part in range(50):
         seen.update(simulate(seed + part, 2000))
-    # The runs must have been there: hundreds of each kind of event in 10^5 steps.
+    # A run that never gets into trouble shows nothing: many of each kind in 10^5 steps.
     for kind in ("added", "cancelled", "error", "length", "preempted"):
-        assert seen[kind] > 100, seen
+        assert seen[kind] > 50, seen

@@ -83,7 +83,8 @@ def _encode(
     is_finite_NG1 = are_finite(x_NGC)
     x_NGC = torch.where(is_finite_NG1, x_NGC, 0.0).clamp_(-FLOAT_LIMIT, FLOAT_LIMIT)
     low_NG1, high_NG1 = torch.aminmax(x_NGC, dim=-1, keepdim=True)
-    low_NG1 = round_bf16_down(low_NG1)
+    # Adding 0.0 makes -0.0 the 0.0 that it equals: which of them is an extreme is left to chance.
+    low_NG1, high_NG1 = round_bf16_down(low_NG1 + 0.0), high_NG1 + 0.0
     # Halves: the range of two finite numbers may exceed the largest one.
     scale_NG1 = round_bf16_up((high_NG1 / 2 - low_NG1 / 2) / (levels / 2))
     divisor_NG1 = torch.where(scale_NG1 > 0, scale_NG1, 1.0) / 2
@@ -144,8 +145,8 @@ def _device_encode(
     is_bad_NG = tl.max(magnitude_bits(x_NGC), axis=2) >= 0x7F800000
     x_NGC = tl.where(is_bad_NG[:, :, None], 0.0, x_NGC)
     x_NGC = tl.minimum(tl.maximum(x_NGC, -3.3e38), 3.3e38)
-    low_NG = tl.min(tl.where(is_inside_1GC, x_NGC, 3.3e38), axis=2)
-    high_NG = tl.max(tl.where(is_inside_1GC, x_NGC, -3.3e38), axis=2)
+    low_NG = tl.min(tl.where(is_inside_1GC, x_NGC, 3.3e38), axis=2) + 0.0
+    high_NG = tl.max(tl.where(is_inside_1GC, x_NGC, -3.3e38), axis=2) + 0.0
     low_NG = round_bf16_down_device(low_NG)
     scale_NG = tl.div_rn(high_NG * 0.5 - low_NG * 0.5, LEVELS / 2)
     scale_NG = round_bf16_up_device(scale_NG)

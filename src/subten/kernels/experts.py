@@ -38,8 +38,8 @@ def experts(
 ) -> torch.Tensor:
     """residual + sum_k weight_k * down_e(k)(silu(gate_e(k) h) * up_e(k) h).
 
-    gate_up [E, 2 * F, D], down [E, D, F], residual [T, D], all bfloat16 or all float32, any
-    strides; returns a new contiguous [T, D]. Without `routing.order_A` each token gathers its
+    gate_up [E, 2 * F, D], down [E, D, F] and h in one dtype, bfloat16 or float32, residual [T, D]
+    in either, any strides; returns a new contiguous [T, D] of the residual's dtype. Without `routing.order_A` each token gathers its
     experts (two launches); with it, tokens are grouped by expert (three launches). Sums are in
     FP32 and in a fixed order, with no atomics: equal inputs give equal bits. The hidden
     activation is stored in the weights' dtype.
@@ -51,15 +51,16 @@ def experts(
     assert gate_up_EFD.shape == (num_experts, 2 * hidden, dim), (tuple(gate_up_EFD.shape), dim)
     assert down_EDF.shape == (num_experts, dim, hidden), (tuple(down_EDF.shape), hidden)
     assert routing.h_TD.shape == residual_TD.shape, (routing.h_TD.shape, residual_TD.shape)
-    dtypes = {x.dtype for x in (routing.h_TD, gate_up_EFD, down_EDF, residual_TD)}
+    dtypes = {x.dtype for x in (routing.h_TD, gate_up_EFD, down_EDF)}
     assert dtypes in ({torch.bfloat16}, {torch.float32}), dtypes
+    assert residual_TD.dtype in (torch.bfloat16, torch.float32), residual_TD.dtype
     for tensor in (routing.h_TD, routing.topk_id_TK, routing.topk_weight_TK):
         assert tensor.is_contiguous(), tensor.stride()
     new = functools.partial(torch.empty, device=residual_TD.device)
     out_TD = new(num_tokens, dim, dtype=residual_TD.dtype)
     if num_tokens == 0:
         return out_TD
-    act_AF = new(num_tokens * top_k, hidden, dtype=residual_TD.dtype)
+    act_AF = new(num_tokens * top_k, hidden, dtype=routing.h_TD.dtype)
     if routing.order_A is None:
         _gather(routing, gate_up_EFD, down_EDF, residual_TD, act_AF, out_TD)
     else:

@@ -32,7 +32,7 @@ def grouped(
     top_k = num_assignments // num_tokens
     assert routing.order_A is not None and routing.expert_start_E1 is not None
     assert routing.order_A.shape == (num_assignments,), (routing.order_A.shape, num_assignments)
-    launch = _choose_group(num_assignments, num_experts, dim, residual_TD.dtype)
+    launch = _choose_group(num_assignments, num_experts, dim, act_AF.dtype)
     constants = {
         "DIM": dim,
         "HIDDEN": hidden,

@@ -14,12 +14,13 @@ from subten.kernels.triton_shim import tl, triton, triton_jit
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float) -> torch.Tensor:
     """RMSNorm (Zhang and Sennrich 2019, eq. 4), in FP32: x / sqrt(mean(x^2) + eps) * weight.
 
-    x [T, D] of any strides, weight [D]; returns a new contiguous [T, D] of x's dtype.
+    x [T, D] of any strides, weight [D]; returns a new contiguous [T, D] of the weight's dtype, so
+    that a float32 residual stream enters a bfloat16 layer in one launch.
     """
     num_tokens, dim = x_TD.shape
     assert weight_D.shape == (dim,), (tuple(weight_D.shape), dim)
     assert weight_D.device == x_TD.device, (weight_D.device, x_TD.device)
-    y_TD = torch.empty(num_tokens, dim, dtype=x_TD.dtype, device=x_TD.device)
+    y_TD = torch.empty(num_tokens, dim, dtype=weight_D.dtype, device=x_TD.device)
     if num_tokens == 0:
         return y_TD
     block_d = triton.next_power_of_2(dim)
@@ -87,7 +88,7 @@ def norm_rope(
 
 def rms_norm_torch(x_TD: torch.Tensor, weight_D: torch.Tensor, *, eps: float) -> torch.Tensor:
     """Twin of `rms_norm`."""
-    return F.rms_norm(x_TD.float(), weight_D.shape, weight_D.float(), eps).to(x_TD.dtype)
+    return F.rms_norm(x_TD.float(), weight_D.shape, weight_D.float(), eps).to(weight_D.dtype)
 
 
 def norm_rope_torch(

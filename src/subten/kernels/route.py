@@ -19,8 +19,8 @@ from subten.kernels.triton_shim import tl, triton, triton_jit
 class Routing:
     """Where the tokens of one layer go, best expert first.
 
-    `h_TD` the normed input of the experts, in x's dtype; `topk_id_TK` int32, distinct in each row
-    and within [0, E) whatever the input; `topk_weight_TK` float32, NaN in a row whose scores hold
+    `h_TD` the normed input of the experts, in the norm weight's dtype; `topk_id_TK` int32,
+    distinct in each row and within [0, E) whatever the input; `topk_weight_TK` float32, NaN in a row whose scores hold
     a NaN or +inf or nothing finite, so that the row's request fails where its logits are read.
     With order: `order_A` int32, assignments sorted by expert, by number within an expert;
     `expert_start_E1` int32 [E + 1], expert e owns order[expert_start[e] : expert_start[e + 1]].
@@ -47,7 +47,7 @@ def route(
     """RMSNorm, router product, softmax over all experts and top-k, in one launch.
 
     x [T, D] and norm_weight [D] in bfloat16 or float32, gate [E, D] in either, any strides;
-    1 <= top_k <= E <= 1024. Scores come from the FP32 norm, before it is rounded to x's dtype;
+    1 <= top_k <= E <= 1024. Scores come from the FP32 norm, before it is rounded to h's dtype;
     ties go to the lowest id. `renormalize` divides the k weights by their sum; `scaling_factor`
     multiplies them in either case. `with_order` adds the order of the grouped `experts` path.
     A NaN score counts as the lowest, so that the ids of a bad row stay distinct and in range.
@@ -63,7 +63,7 @@ def route(
     assert x_TD.device == gate_ED.device == norm_weight_D.device, (x_TD.device, gate_ED.device)
     new = functools.partial(torch.empty, device=x_TD.device)
     routing = Routing(
-        h_TD=new(num_tokens, dim, dtype=x_TD.dtype),
+        h_TD=new(num_tokens, dim, dtype=norm_weight_D.dtype),
         topk_id_TK=new(num_tokens, top_k, dtype=torch.int32),
         topk_weight_TK=new(num_tokens, top_k, dtype=torch.float32),
         expert_start_E1=new(num_experts + 1, dtype=torch.int32) if with_order else None,
@@ -138,7 +138,7 @@ def route_torch(
         start_E1 = torch.searchsorted(id_A, edge_E1).int()
         order_A = order_A.int()
     return Routing(
-        h_TD=h_TD.to(x_TD.dtype),
+        h_TD=h_TD.to(norm_weight_D.dtype),
         topk_id_TK=topk_id_TK.int(),
         topk_weight_TK=weight_TK * scaling_factor,
         expert_start_E1=start_E1,

@@ -54,8 +54,12 @@ def make_step(
     `token_ids[s]` are the new tokens of sequence s, `starts[s]` the position of the first of them,
     `page_ids[s]` its pages, enough for `starts[s] + len(token_ids[s])` tokens.
     """
-    positions, slots, query_start = [], [], [0]
-    tile_seq, tile_start, kv_len = [], [], []
+    positions: list[int] = []
+    slots: list[int] = []
+    query_start = [0]
+    tile_seq: list[int] = []
+    tile_start: list[int] = []
+    kv_len: list[int] = []
     for s, (tokens, start, pages) in enumerate(zip(token_ids, starts, page_ids, strict=True)):
         assert len(tokens) > 0, s
         end = start + len(tokens)

@@ -68,7 +68,9 @@ class Decoder(nn.Module):
         With `all_rows`, logits_TV of every token of the step. Appends the step's keys and values,
         encoded, to `pages_LPGB` uint8 [num_layers, num_pages, num_kv_heads, page_bytes].
         """
-        x_TD = F.embedding(step.token_id_T, self.embedding_VD)
+        # The residual stream stays float32: what bfloat16 rounds off at each addition is most of
+        # the error of a bfloat16 model (docs/ARCHITECTURE.md), and the stream is few bytes.
+        x_TD = F.embedding(step.token_id_T, self.embedding_VD).float()
         for layer, pages_PGB in zip(self.layers, pages_LPGB, strict=True):
             x_TD = layer(
                 x_TD,
