@@ -30,7 +30,7 @@ endif
 .PHONY: demo test lint format tables clean
 
 demo: $(DEMO)
-	$(RUN) -m subten generate "$(PROMPT)" --kv-cache-dtype int4 --max-tokens 96
+	$(RUN) -m subten generate "$(PROMPT)" --kv-cache-dtype int4 --max-tokens 200
 
 test: $(TEST)
 	$(RUN) -m pytest --device $(DEVICE) $(PYTEST_ARGS)

@@ -40,14 +40,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--kv-cache-dtype", default="int4", help="format of the timed runs")
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer")
+    parser.add_argument("--max-tokens", type=int, default=200, help="tokens of each timed answer")
     parser.add_argument("--runs", type=int, default=3, help="timed processes")
     args = parser.parse_args()
     source = resolve_model("demo")
     runs = [timed_run(args) for _ in range(args.runs)]
     with LLM(source, kv_cache_dtype="bf16", device=args.device) as llm:
         record = environment(llm.device)
-        batch = compare_batch(llm, args.max_tokens)
+        batch = compare_batch(llm, min(64, args.max_tokens))
     result = {
         "kind": "demo",
         "environment": record,

@@ -1,11 +1,11 @@
-"""What a request is, from its prompt to its last token, and the errors a user can meet; no torch."""
+"""What a request is, from prompt to last token, and the errors that a user can meet; no torch."""
 
 from __future__ import annotations
 
 import math
 import time
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
 PAGE_SIZE = 64
@@ -104,7 +104,7 @@ class SamplingParams:
         )
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a request ended; every accepted request ends with exactly one of these."""
 
     STOP = "stop"

@@ -48,8 +48,13 @@ def special_rows(head_dim: int, generator: torch.Generator) -> torch.Tensor:
     zero_channel[5] = 0.0
     rows += [outlier, 3e6 * sign[2], 100 + 1e-3 * normal[3], zero_channel, FLOAT_MAX * sign[4]]
     rows += [spread * sign[5], spread * sign[6], spread.clamp(max=1e4) * sign[7]]
-    # Quarters hit the ties of every codec; whole numbers hit its grid.
+    # Quarters hit the ties of E2M1 and INT4, odd sixteenths those of E4M3 under a scale of 1, odd
+    # 256ths those of BF16; whole numbers hit every grid.
+    odd = 2.0 * torch.arange(head_dim) + 1
+    sixteenths = (1 + odd % 16 / 16) * torch.exp2(odd % 13 - 9) * sign[8]
+    sixteenths[0] = 448.0
     rows += [(4 * normal[8]).round() / 4, (30 * normal[9]).round(), normal[10], 1000 * normal[11]]
+    rows += [sixteenths, (1 + odd % 256 / 256) * sign[9]]
     return torch.stack(rows)
 
 

@@ -18,7 +18,8 @@ from subten.codecs import CODECS, KVFormat, kv_format
 from subten.codecs.rotation import hadamard
 from subten.core import PAGE_SIZE
 from subten.kernels import attend as attend_module
-from subten.kernels.attend import attend, attend_torch, plan_attend, read_pages
+from subten.kernels import attend_plan
+from subten.kernels.attend import attend, attend_torch, read_pages
 from subten.kernels.kv_append import kv_append_torch
 from subten.kernels.step import StepTensors, make_step
 
@@ -226,6 +227,7 @@ def test_twin_matches_dense(randn: Randn, codec: str, head_dim: int, num_new: li
 )
 def test_op_matches_dense(
     randn: Randn,
+    device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
     codec: str,
     head_dim: int,
@@ -235,37 +237,42 @@ def test_op_matches_dense(
     num_new: list[int],
 ) -> None:
     # Unsplit, so that a program walks over all pages of its sequence.
-    monkeypatch.setattr(attend_module, "MAX_SPLITS", 1)
+    monkeypatch.setattr(attend_plan, "MAX_SPLITS", 1)
     scene = make_scene(randn, codec, head_dim, num_kv_heads=num_kv_heads, lengths=lengths)
-    q_THD = randn(sum(num_new), group * num_kv_heads, head_dim)
+    # FP32 dots compile slowly on a GPU, and how a dot is done does not depend on the codec.
+    is_float32 = device.type == "cpu" or codec in ("fp32", "int4")
+    dtype = torch.float32 if is_float32 else torch.bfloat16
+    q_THD = randn(sum(num_new), group * num_kv_heads, head_dim, dtype=dtype)
     check(scene, q_THD, num_new, twin_only=False)
 
 
 @pytest.mark.gpu
 @pytest.mark.triton
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("head_dim", [48, 80, 64, 96, 128, 256])
+@pytest.mark.parametrize(("head_dim", "group"), [(96, 3), (128, 8), (256, 5)])
 @pytest.mark.parametrize("num_new", [DECODE, MIXED], ids=["decode", "mixed"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("group", [1, 3, 8])
-def test_op_matches_dense_widely(
-    randn: Randn, codec: str, head_dim: int, num_new: list[int], dtype: torch.dtype, group: int
+def test_op_matches_dense_in_bf16(
+    randn: Randn, codec: str, head_dim: int, group: int, num_new: list[int]
 ) -> None:
+    if head_dim == 256 and codec not in ("bf16", "int4"):
+        pytest.skip("two codecs show the launch choices of wide heads; each compiles for seconds")
     scene = make_scene(randn, codec, head_dim, num_kv_heads=2, lengths=LENGTHS)
-    check(scene, randn(sum(num_new), 2 * group, head_dim, dtype=dtype), num_new, twin_only=False)
+    q_THD = randn(sum(num_new), 2 * group, head_dim, dtype=torch.bfloat16)
+    check(scene, q_THD, num_new, twin_only=False)
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("group", GQA)
-@pytest.mark.parametrize(
-    "codec", ["int4", *(pytest.param(c, marks=pytest.mark.gpu) for c in CODECS if c != "int4")]
-)
+@pytest.mark.parametrize("codec", ["int4", pytest.param("bf16", marks=pytest.mark.gpu)])
 def test_every_gqa_ratio(randn: Randn, device: torch.device, group: int, codec: str) -> None:
-    # Case K21; two KV heads, so that a block that crosses their border is seen.
+    # Case K21; two KV heads, so that a block that crosses their border is seen. BF16 has the tall
+    # tiles of a GPU, which the interpreter would need minutes for.
+    is_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if is_gpu else torch.float32
     scene = make_scene(randn, codec, 16, num_kv_heads=2, lengths=[3])
-    check(scene, randn(1, 2 * group, 16), [1], twin_only=False)
-    if group <= 3 or device.type == "cuda":
-        check(scene, randn(2, 2 * group, 16), [2], twin_only=False)
+    check(scene, randn(1, 2 * group, 16, dtype=dtype), [1], twin_only=False)
+    if group <= 3 or is_gpu:
+        check(scene, randn(2, 2 * group, 16, dtype=dtype), [2], twin_only=False)
 
 
 @pytest.mark.triton
@@ -282,7 +289,7 @@ def test_splits_merge_to_the_whole(
     randn: Randn, monkeypatch: pytest.MonkeyPatch, num_new: list[int], dtype: torch.dtype
 ) -> None:
     monkeypatch.setattr(attend_module, "_num_sms", lambda _device: 132)
-    monkeypatch.setattr(attend_module, "PREFILL_SPLIT_PAGES", 1)
+    monkeypatch.setattr(attend_plan, "PREFILL_SPLIT_PAGES", 1)
     scene = make_scene(randn, "int4", 32, num_kv_heads=1, lengths=[200, 1, 65])
     check(scene, randn(sum(num_new), 2, 32, dtype=dtype), num_new, twin_only=False)
 
@@ -367,7 +374,7 @@ def test_padding_changes_nothing_and_comes_out_zero(
 ) -> None:
     # Case G04: a step padded to a larger captured size.
     monkeypatch.setattr(attend_module, "_num_sms", lambda _device: 132)
-    monkeypatch.setattr(attend_module, "MAX_SPLITS", max_splits)
+    monkeypatch.setattr(attend_plan, "MAX_SPLITS", max_splits)
     scene = make_scene(randn, "int4", 16, num_kv_heads=1, lengths=[3, 70])
     step, q_THD = scene.step([1, 1]), randn(4, 2, 16)
     expected_THD = scene.run(op, q_THD[:2].clone(), step)
@@ -493,56 +500,3 @@ def test_op_refuses_a_rotation_that_its_butterfly_is_not(randn: Randn) -> None:
             scale=1.0,
             rotation_DD=other_DD,
         )
-
-
-def plan(**changes: Any) -> attend_module.AttendPlan:
-    defaults: dict[str, Any] = {
-        "num_sms": 132,
-        "num_tiles": 1,
-        "num_kv_heads": 8,
-        "group": 4,
-        "head_dim": 128,
-        "out_bytes": 4 * 32 * 128,
-        "is_float32": False,
-        "max_query_len": 1,
-        "max_kv_len": 32_768,
-    }
-    return plan_attend(**(defaults | changes))
-
-
-@pytest.mark.parametrize("max_query_len", [1, 2, 500])
-@pytest.mark.parametrize("max_kv_len", [1, 64, 65, 4097, 1_000_000])
-@pytest.mark.parametrize("num_tiles", [1, 5, 17, 64, 1000])
-def test_plan_covers_every_sequence(max_query_len: int, max_kv_len: int, num_tiles: int) -> None:
-    for group in GQA:
-        for head_dim, is_float32 in ((64, False), (128, True), (256, False)):
-            chosen = plan(
-                max_query_len=max_query_len,
-                max_kv_len=max_kv_len,
-                num_tiles=num_tiles,
-                group=group,
-                head_dim=head_dim,
-                is_float32=is_float32,
-            )
-            assert chosen.block_heads * chosen.head_blocks >= group
-            assert chosen.block_rows >= chosen.tile_tokens * chosen.block_heads
-            assert (chosen.block_rows & (chosen.block_rows - 1)) == 0
-            most = -(-max_kv_len // PAGE_SIZE)
-            for num_pages in {1, most // 3 + 1, max(1, most - 1), most}:
-                each = max(chosen.min_pages, -(-num_pages // chosen.num_splits))
-                assert -(-num_pages // each) <= chosen.grid_splits, (num_pages, chosen)
-            assert chosen.grid_splits <= chosen.num_splits
-
-
-def test_plan_of_decode_depends_on_the_batch_in_tiers_only() -> None:
-    splits = [plan(num_tiles=n).num_splits for n in range(1, 100)]
-    assert splits[:16] == [33] * 16, splits
-    assert set(splits) == {33, 4, 1}
-    assert splits == sorted(splits, reverse=True)
-    assert {plan(max_kv_len=n).num_splits for n in (1, 64, 65, 9999)} == {33}
-
-
-def test_plan_bounds_partial_results() -> None:
-    out_bytes = 2048 * 32 * 128 * 4
-    chosen = plan(max_query_len=2048, num_tiles=128, max_kv_len=131_072, out_bytes=out_bytes)
-    assert chosen.num_splits * out_bytes <= attend_module.MAX_PARTIAL_BYTES

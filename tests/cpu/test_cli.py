@@ -18,6 +18,8 @@ from subten.cli import app
 from subten.codecs import CODECS
 
 runner = CliRunner()
+DEVICE = "cpu"
+UNPLACED = ("--help", "--device")
 COMMANDS = [
     ["generate"],
     ["chat"],
@@ -45,8 +47,19 @@ def plain_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_gguf(path, shape, hf_tensors(shape), chat_template=None))
 
 
+@pytest.fixture(autouse=True)
+def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every command that has a device runs on the one under test."""
+    name = str(request.config.getoption("--device"))
+    monkeypatch.setattr(f"{__name__}.DEVICE", name)
+    return name
+
+
 def run(*args: str, stdin: str | None = None) -> Any:
-    result = runner.invoke(app, list(args), input=stdin, prog_name="subten")
+    command = list(args)
+    if args[0] in ("generate", "chat", "info", "eval", "bench") and not {*args} & {*UNPLACED}:
+        command += ["--device", DEVICE]
+    result = runner.invoke(app, command, input=stdin, prog_name="subten")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
@@ -95,7 +108,7 @@ def test_generate_json_is_one_object_with_what_a_program_needs(model):
     value = run_json("generate", "hat", "--model", model, "--max-tokens", "5", "--json")
     assert value["model"] == model
     assert value["kv_cache_dtype"] == "bf16"
-    assert value["device"] == "cpu"
+    assert value["device"].startswith(DEVICE)
     assert len(value["token_ids"]) == value["usage"]["completion_tokens"] <= 5
     assert value["finish_reason"] in ("stop", "length")
     assert isinstance(value["text"], str)
@@ -140,7 +153,7 @@ def test_the_same_question_gets_the_same_answer(model):
 
 def test_generate_reads_the_prompt_from_a_pipe(model):
     args = ("--model", model, "--max-tokens", "1", "--json")
-    piped = runner.invoke(app, ["generate", *args], input="hat")
+    piped = run("generate", *args, stdin="hat")
     assert json.loads(piped.stdout)["token_ids"] == run_json("generate", "hat", *args)["token_ids"]
 
 
@@ -250,12 +263,13 @@ def test_an_error_leaves_the_process_with_code_2_and_no_traceback(model):
 
 def test_info_lists_ops_and_codecs():
     found = run_json("info", "--json")
-    assert found["device"] == "cpu"
-    assert found["backends"]["attend"] == "torch"
+    backend = "torch" if DEVICE == "cpu" else "triton"
+    assert DEVICE.startswith(found["device"])
+    assert found["backends"]["attend"] == backend
     assert set(found["kv_cache_dtypes"]) == set(CODECS)
     assert found["kv_cache_dtypes"]["int4"]["true_bits"] == {"64": 4.5, "128": 4.25}
     shown = run("info").stdout
-    assert "attend torch" in shown
+    assert f"attend {backend}" in shown
     assert "4.250" in shown
 
 

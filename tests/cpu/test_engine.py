@@ -305,7 +305,7 @@ def test_chunk_of_one_token_among_many_decoders_keeps_its_place() -> None:
     engine = make_engine(max_num_seqs=12, max_num_batched_tokens=13)
     requests = [make_request(str(i), [i], max_tokens=30) for i in range(10)]
     # Ten decoders leave room for three prompt tokens a step: at last two of "x", one of "y".
-    requests += [make_request("x", [20] * 14, max_tokens=3), make_request("y", [30])]
+    requests += [make_request("x", [20] * 14, max_tokens=3), make_request("y", [31])]
     for request in requests[:10]:
         engine.add(request)
     first = engine.step()

@@ -7,17 +7,24 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from tiny_llama import TinyShape, gguf_name, hf_model, hf_tensors, write_gguf
+from tiny_llama import (
+    ROPE_THETA,
+    TinyShape,
+    dense_model,
+    gguf_name,
+    hf_model,
+    hf_tensors,
+    write_gguf,
+)
 
 from subten.core import CheckpointError
 from subten.train.evaluate import dense_state, logits
-from subten.train.model import DenseModel
 from subten.weights.gguf import read_gguf
 
 SHAPES = [
     TinyShape(),
-    TinyShape(layers=1, width=24, heads=3, kv_heads=1, head_dim=8, ffn=17),
-    TinyShape(heads=2, kv_heads=2, head_dim=10, is_tied=False),
+    TinyShape(layers=1, width=24, heads=3, kv_heads=1, head_dim=16, ffn=17),
+    TinyShape(heads=2, kv_heads=2, head_dim=18, is_tied=False),
 ]
 
 
@@ -35,9 +42,8 @@ def test_tensors_come_back_in_hugging_face_order(tmp_path: Path, shape: TinyShap
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_equal_the_transformers_library(tmp_path: Path, shape: TinyShape) -> None:
     tensors = hf_tensors(shape, seed=torch.seed() % 2**31)
-    checkpoint = read_gguf(write_gguf(tmp_path / "m.gguf", shape, tensors))
-    model = DenseModel(checkpoint, device=torch.device("cpu"), dtype=torch.float32)
-    id_BS = torch.randint(0, checkpoint.config["vocab_size"], (3, 37))
+    model = dense_model(write_gguf(tmp_path / "m.gguf", shape, tensors))
+    id_BS = torch.randint(0, model.config.vocab_size, (3, 37))
     with torch.no_grad():
         expected = hf_model(shape, tensors)(id_BS).logits
         got = logits(model, dense_state(model)(id_BS).flatten(0, 1)).view_as(expected)
@@ -74,7 +80,7 @@ def test_config_has_the_keys_of_llama(tmp_path: Path) -> None:
     assert (config["num_attention_heads"], config["num_key_value_heads"]) == (4, 2)
     assert (config["head_dim"], config["hidden_size"], config["intermediate_size"]) == (16, 32, 48)
     assert config["rms_norm_eps"] == 1e-5
-    assert config["rope_theta"] == 10000.0
+    assert config["rope_theta"] == ROPE_THETA
     assert config["tie_word_embeddings"] is False
     assert config["eos_token_id"] == 2
 

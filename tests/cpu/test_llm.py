@@ -129,6 +129,8 @@ def test_bad_parameters_are_named(params: Any, message: str) -> None:
 def test_stream_refuses_at_the_call() -> None:
     with pytest.raises(RequestError, match="prompt: got an empty text"):
         scripted_llm().stream("")
+    with pytest.raises(RequestError, match="sampling_params: got 'dict'"):
+        scripted_llm().stream("a", {"max_tokens": 1})
 
 
 def test_room_that_is_used_up_ends_with_length() -> None:
@@ -314,6 +316,7 @@ def test_closed_instance_says_so() -> None:
         next(stream)
     with pytest.raises(UserError, match="LLM: closed"):
         llm.generate("hello", GREEDY)
+    llm.close()
     with pytest.raises(UserError, match="LLM: closed"):
         llm.chat([{"role": "user", "content": "hello"}])
 

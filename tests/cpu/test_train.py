@@ -7,6 +7,7 @@ import lzma
 import multiprocessing
 import os
 import shutil
+import signal
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from tiny_llama import TinyShape, hf_model, hf_tensors, sample_text, vocabulary, write_gguf
+from tiny_llama import (
+    TinyShape,
+    dense_model,
+    hf_model,
+    hf_tensors,
+    sample_text,
+    vocabulary,
+    write_gguf,
+)
 from typer.testing import CliRunner
 
 from subten.core import ConfigError
@@ -25,9 +34,11 @@ from subten.tokenizer import Tokenizer
 from subten.train import data, evaluate, selfgen
 from subten.train.__main__ import make_command
 from subten.train.config import TrainConfig
+from subten.train.dense import DenseModel
 from subten.train.export import load_deltas
 from subten.train.loss import distil_loss
-from subten.train.model import Deltas, DenseModel, init_deltas
+from subten.train.model import Deltas, init_deltas
+from subten.train.student import Student, checkpoints
 from subten.train.trainer import main
 from subten.weights.gguf import read_gguf
 
@@ -68,12 +79,12 @@ def config_of(folder: Path, out: Path, **changes: Any) -> TrainConfig:
     return TrainConfig(**{**values, **changes})
 
 
-def dense_of(folder: Path, dtype: torch.dtype = torch.float32) -> DenseModel:
-    return DenseModel(read_gguf(folder / "base.gguf"), device=CPU, dtype=dtype)
+def dense_of(folder: Path) -> DenseModel:
+    return dense_model(folder / "base.gguf")
 
 
 def untrained(model: DenseModel, num_experts: int = 4, rank: int = 2) -> Deltas:
-    sample = torch.randint(0, model.shape.vocab_size, (4, 32))
+    sample = torch.randint(0, model.config.vocab_size, (4, 32))
     return init_deltas(model, sample, num_experts=num_experts, rank=rank, router_std=1.0, seed=0)
 
 
@@ -92,7 +103,7 @@ def test_untrained_experts_compute_the_dense_model(
 ) -> None:
     model = dense_of(folder)
     deltas = untrained(model, num_experts, rank)
-    id_BS = torch.randint(0, model.shape.vocab_size, (2, 23))
+    id_BS = torch.randint(0, model.config.vocab_size, (2, 23))
     dense = evaluate.dense_state(model)(id_BS)
     student = evaluate.student_state(model, deltas, top_k)(id_BS)
     # The weights of a token's experts sum to 1 within 2^-24 a term, through 2 layers.
@@ -104,7 +115,7 @@ def test_experts_start_apart_in_their_factors_and_evenly_loaded(folder: Path) ->
     deltas = untrained(model)
     assert (deltas.gate_a[:, 0] - deltas.gate_a[:, 1]).abs().min() > 0
     assert all(float(b.abs().max()) == 0 for b in (deltas.gate_b, deltas.up_b, deltas.down_b))
-    ids = torch.randint(0, model.shape.vocab_size, (2000,)).numpy()
+    ids = torch.randint(0, model.config.vocab_size, (2000,)).numpy()
     load = evaluate.expert_load(model, deltas, ids, top_k=2, seq_len=16, rows=8)
     assert load.sum().item() == 2 * SHAPE.layers * 1999
     assert evaluate.balance_report(load)["max_vio_max"] < 0.6
@@ -114,7 +125,7 @@ def test_the_student_equals_experts_computed_one_by_one(folder: Path) -> None:
     model = dense_of(folder)
     start = untrained(model, num_experts=5, rank=3)
     deltas = Deltas(*(torch.randn_like(t) * 0.2 for t in start))
-    id_BS = torch.randint(0, model.shape.vocab_size, (2, 11))
+    id_BS = torch.randint(0, model.config.vocab_size, (2, 11))
     got = evaluate.student_state(model, deltas, 2)(id_BS)
     one_by_one = _plain_student(model, deltas, id_BS)
     # Float32 sums in another order; a wrong mask or weight differs by more than 0.1.
@@ -123,12 +134,12 @@ def test_the_student_equals_experts_computed_one_by_one(folder: Path) -> None:
 
 def _plain_student(model: DenseModel, deltas: Deltas, id_BS: torch.Tensor) -> torch.Tensor:
     """The MoE with each expert's weights merged and each token's experts run in turn."""
-    from subten.train import model as parts
+    from subten.train.dense import make_attention
 
     shape, width = model.shape, (model.shape.width,)
     x_BSD = F.embedding(id_BS, model.embed_VD)
     cos, sin = model.rope(id_BS.shape[1])
-    attention = parts._make_attention(shape)
+    attention = make_attention(shape)
     for layer, delta in zip(model.layers, deltas.by_layer(), strict=True):
         x_BSD = attention(x_BSD, layer, cos, sin)
         h_TD = F.rms_norm(x_BSD, width, layer.ffn_norm_D, shape.norm_eps).flatten(0, 1)
@@ -172,7 +183,7 @@ def test_the_loss_and_its_gradient_equal_autograd(generator: torch.Generator, ch
 def test_expert_difference_is_zero_before_training_and_not_after(folder: Path) -> None:
     model = dense_of(folder)
     start = untrained(model)
-    ids = torch.randint(0, model.shape.vocab_size, (100,)).numpy()
+    ids = torch.randint(0, model.config.vocab_size, (100,)).numpy()
     sizes = {"top_k": 2, "seq_len": 16, "rows": 4}
     same = evaluate.expert_difference(model, start, ids, **sizes)
     apart = Deltas(*(t + 0.3 * torch.randn_like(t) for t in start))
@@ -282,7 +293,7 @@ def test_conversations_go_from_prompt_to_answer(
 
 def test_the_cached_step_equals_the_whole_forward(folder: Path) -> None:
     model = dense_of(folder)
-    id_BS = torch.randint(0, model.shape.vocab_size, (3, 70))
+    id_BS = torch.randint(0, model.config.vocab_size, (3, 70))
     state = evaluate.dense_state(model)(id_BS)
     expected = evaluate.logits(model, state.flatten(0, 1)).view(3, 70, -1)
     cache = selfgen._Cache(model, 3, 70)
@@ -422,6 +433,23 @@ def test_a_time_limit_ends_the_loop_before_it(folder: Path, tmp_path: Path) -> N
         main(config_of(folder, tmp_path, steps=None, deadline_seconds=5.0))
 
 
+def test_an_interrupt_ends_after_a_whole_step_with_a_checkpoint(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Student.step
+
+    def interrupted(self: Student, share: float) -> dict[str, float]:
+        if self.progress.step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, share)
+
+    monkeypatch.setattr(Student, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main(config_of(folder, tmp_path, steps=50))
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-0000002"]
+    assert len(lines(tmp_path / "log.jsonl")) == 2
+
+
 def test_a_loss_that_is_not_finite_is_told(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"not finite at step \d"):
         main(config_of(folder, tmp_path, delta_lr=1e30, warmup_steps=0, steps=20))
@@ -435,6 +463,7 @@ def test_a_hugging_face_folder_trains_too(folder: Path, tmp_path: Path) -> None:
     main(config_of(folder, tmp_path / "a", steps=2))
     main(config_of(folder, tmp_path / "b", steps=2, gguf=None, checkpoint=source))
     first, second = (lines(tmp_path / out / "log.jsonl") for out in "ab")
+    assert len(first) == len(second) == 2
     assert first[-1]["loss"] == pytest.approx(second[-1]["loss"], rel=1e-4)
 
 
@@ -468,6 +497,7 @@ def test_settings_come_from_a_file_and_flags_win(tmp_path: Path) -> None:
         ({"delta_lr": -1.0}, "delta_lr"),
         ({"delta_lr": float("nan")}, "delta_lr"),
         ({"self_tokens": 10}, "self_tokens"),
+        ({"beta2": 1.0}, "beta2"),
         ({"out": None}, "out"),
     ],
 )

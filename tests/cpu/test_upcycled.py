@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_llama import TinyShape, hf_tensors, vocabulary, write_gguf
+from tiny_llama import TinyShape, dense_model, hf_tensors, vocabulary, write_gguf
 
 from subten.core import CheckpointError
 from subten.train.config import TrainConfig
+from subten.train.dense import DenseModel
 from subten.train.evaluate import logits, student_state
 from subten.train.export import load_deltas, quantize_rows, write_deltas
-from subten.train.model import Deltas, DenseModel, init_deltas
+from subten.train.model import Deltas, init_deltas
 from subten.weights import upcycled
 from subten.weights.gguf import read_gguf
 from subten.weights.upcycled import build_moe, read_deltas, sha256_of
@@ -33,7 +34,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def random_deltas(base: Path) -> Deltas:
     """Deltas as large as the base's own weights, so that no expert could pass for another."""
-    model = DenseModel(read_gguf(base), device=CPU, dtype=torch.float32)
+    model = dense_model(base)
     sample = torch.randint(0, len(vocabulary()), (2, 16))
     untrained = init_deltas(
         model, sample, num_experts=NUM_EXPERTS, rank=RANK, router_std=1.0, seed=1
@@ -75,7 +76,7 @@ def test_the_folder_computes_what_the_student_does(
 
     model = MixtralForCausalLM.from_pretrained(folder, dtype=torch.float32)
     id_BS = torch.randint(0, len(vocabulary()), (2, 29))
-    dense = DenseModel(read_gguf(base), device=CPU, dtype=torch.float32)
+    dense = dense_model(base)
     _round_to_bf16(dense)
     deltas = load_deltas(deltas_file, CPU)
     state_fn = student_state(dense, deltas, TOP_K)

@@ -16,8 +16,9 @@ CHAT_TEMPLATE = (
     " + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+ROPE_THETA = 5000.0
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-MERGES = ("t h", "th e", "i n", "\u0120 a")
+MERGES = ("t h", "th e", "i n", "\u0120 a", "\u010a \u010a")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,7 @@ def write_gguf(
     writer.add_head_count_kv(shape.kv_heads)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
-    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_freq_base(ROPE_THETA)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
@@ -171,7 +172,7 @@ def hf_model(shape: TinyShape, tensors: dict[str, torch.Tensor]) -> Any:
         vocab_size=len(vocabulary()),
         max_position_embeddings=256,
         rms_norm_eps=1e-5,
-        rope_theta=10000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         tie_word_embeddings=shape.is_tied,
     )
     model = LlamaForCausalLM(config).float().eval()
@@ -180,6 +181,15 @@ def hf_model(shape: TinyShape, tensors: dict[str, torch.Tensor]) -> Any:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state)
     return model
+
+
+def dense_model(path: Path) -> Any:
+    """The trainer's dense model of a file or folder, in float32 on the CPU."""
+    from subten.train.dense import DenseModel
+    from subten.weights.load import load_model
+
+    settings = {"device": torch.device("cpu"), "dtype": "float32"}
+    return DenseModel(load_model(str(path), **settings, backend="torch", kv_cache_dtype="bf16"))
 
 
 def sample_text(num_documents: int, seed: int = 0) -> str:

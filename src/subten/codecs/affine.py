@@ -36,6 +36,7 @@ from subten.codecs.bits import (
     check_head_dim,
     check_planes,
     check_rows,
+    divide,
     load_bf16,
     load_nibbles,
     magnitude_bits,
@@ -86,7 +87,7 @@ def _encode(
     # Adding 0.0 makes -0.0 the 0.0 that it equals: which of them is an extreme is left to chance.
     low_NG1, high_NG1 = round_bf16_down(low_NG1 + 0.0), high_NG1 + 0.0
     # Halves: the range of two finite numbers may exceed the largest one.
-    scale_NG1 = round_bf16_up((high_NG1 / 2 - low_NG1 / 2) / (levels / 2))
+    scale_NG1 = round_bf16_up(divide(high_NG1 / 2 - low_NG1 / 2, levels / 2))
     divisor_NG1 = torch.where(scale_NG1 > 0, scale_NG1, 1.0) / 2
     code_NGC = ((x_NGC / 2 - low_NG1 / 2) / divisor_NG1).round().to(torch.uint8)
     code_ND = code_NGC.flatten(-2)[..., :head_dim]

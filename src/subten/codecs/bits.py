@@ -61,6 +61,15 @@ def split_groups(x_ND: torch.Tensor, group: int) -> torch.Tensor:
     return x_ND.reshape(*x_ND.shape[:-1], -(-head_dim // group), group)
 
 
+def divide(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """x / divisor, rounded once, on every device.
+
+    On a GPU torch multiplies by the reciprocal of a Python number instead; a scale one ulp off may
+    then round to the next BF16 value. A tensor as divisor is divided by.
+    """
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
+
+
 def round_bf16_up(x: torch.Tensor) -> torch.Tensor:
     """The least BF16 value >= x, for x >= 0 whose result is finite; float32 in and out."""
     return ((x.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)

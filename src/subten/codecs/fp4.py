@@ -35,6 +35,7 @@ from subten.codecs.bits import (
     check_head_dim,
     check_planes,
     check_rows,
+    divide,
     load_nibbles,
     magnitude_bits,
     nan_where,
@@ -73,7 +74,7 @@ def _encode(x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     # 6 * 448 * 2^exponent is the largest value: 1.3125 * 2^11, so a mantissa above .3125 carries.
     exponent_N1 = _exponent(x_ND.abs().amax(dim=-1, keepdim=True), carry=0x57FFFF, emax=11)
     x_NGC = split_groups(x_ND * _power_of_two(254 - exponent_N1), GROUP)
-    scale_NG1 = _round_e4m3(x_NGC.abs().amax(dim=-1, keepdim=True) / E2M1_MAX)
+    scale_NG1 = _round_e4m3(divide(x_NGC.abs().amax(dim=-1, keepdim=True), E2M1_MAX))
     value_NG1 = scale_NG1.float()
     code_NGC = _round_e2m1(x_NGC / torch.where(value_NG1 > 0, value_NG1, 1.0))
     return (

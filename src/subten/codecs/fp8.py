@@ -25,6 +25,7 @@ from subten.codecs.bits import (
     check_head_dim,
     check_planes,
     check_rows,
+    divide,
     load_bf16,
     magnitude_bits,
     nan_where,
@@ -46,7 +47,7 @@ def _encode(x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     check_rows(x_ND)
     is_finite_N1 = are_finite(x_ND)
     x_ND = torch.where(is_finite_N1, x_ND, 0.0).clamp(-FLOAT_LIMIT, FLOAT_LIMIT)
-    scale_N1 = round_bf16_up(x_ND.abs().amax(dim=-1, keepdim=True) / E4M3_MAX)
+    scale_N1 = round_bf16_up(divide(x_ND.abs().amax(dim=-1, keepdim=True), E4M3_MAX))
     # |x| / scale <= 448 but for the last bit of a quotient, far from the 464 where E4M3 rounds up.
     code_ND = (x_ND / torch.where(scale_N1 > 0, scale_N1, 1.0)).to(torch.float8_e4m3fn)
     scale_NB = bf16_to_bytes(torch.where(is_finite_N1, scale_N1, float("nan")))

@@ -91,7 +91,11 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             seed=seed,
         )
+        self._live: dict[str, _Live] = {}
+        self._request_numbers = itertools.count()
+        self._seeds = random.Random(seed)
         self._start(model, progress)
+        self._is_open = True
 
     def generate(
         self,
@@ -120,7 +124,7 @@ class LLM:
 
         A bad prompt raises RequestError here, not at the first chunk.
         """
-        params = sampling_params or SamplingParams()
+        params = as_sampling_params(sampling_params, 1)[0]
         return self._chunks(self._encode(prompt, params, name="prompt"), params)
 
     def chat(
@@ -132,7 +136,7 @@ class LLM:
 
         With prefix caching the pages of earlier turns are found again, in whole pages of 64 tokens.
         """
-        params = sampling_params or SamplingParams()
+        params = as_sampling_params(sampling_params, 1)[0]
         return self._complete([(self._encode_chat(messages, params), params)])[0]
 
     def chat_stream(
@@ -141,11 +145,13 @@ class LLM:
         sampling_params: SamplingParams | None = None,
     ) -> Iterator[Chunk]:
         """`chat`, a chunk for each token."""
-        params = sampling_params or SamplingParams()
+        params = as_sampling_params(sampling_params, 1)[0]
         return self._chunks(self._encode_chat(messages, params), params)
 
     def close(self) -> None:
         """End every request and let go of weights and pages; the instance is of no use after it."""
+        if not self._is_open:
+            return
         for live in list(self._live.values()):
             self._drop(live)
         self._is_open = False
@@ -160,8 +166,7 @@ class LLM:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._is_open:
-            self.close()
+        self.close()
 
     def _start(
         self, model: str | Path | LoadedModel, progress: Callable[[int, int], None] | None
@@ -208,10 +213,6 @@ class LLM:
             device=self.device.torch_device,
         )
         self.engine = Engine(scheduler, runner)
-        self._live: dict[str, _Live] = {}
-        self._request_numbers = itertools.count()
-        self._seeds = random.Random(config.seed)
-        self._is_open = True
 
     def _encode(self, prompt: Prompt, params: SamplingParams, *, name: str) -> tuple[int, ...]:
         self._check_open()

@@ -55,7 +55,9 @@ def select_ops(backend: str, device: torch.device) -> Ops:
     if backend not in ("auto", "torch", "triton"):
         raise refuse(ConfigError, "backend", backend, "auto, torch, triton")
     if backend == "triton" and not HAS_TRITON:
-        raise ConfigError("backend: got 'triton', but Triton is not installed; allowed: auto, torch")
+        raise ConfigError(
+            "backend: got 'triton', but Triton is not installed; allowed: auto, torch"
+        )
     if backend == "auto":
         backend = "triton" if device.type == "cuda" and HAS_TRITON else "torch"
     chosen: dict[str, Callable[..., Any]] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -39,10 +40,10 @@ def experts(
     """residual + sum_k weight_k * down_e(k)(silu(gate_e(k) h) * up_e(k) h).
 
     gate_up [E, 2 * F, D], down [E, D, F] and h in one dtype, bfloat16 or float32, residual [T, D]
-    in either, any strides; returns a new contiguous [T, D] of the residual's dtype. Without `routing.order_A` each token gathers its
-    experts (two launches); with it, tokens are grouped by expert (three launches). Sums are in
-    FP32 and in a fixed order, with no atomics: equal inputs give equal bits. The hidden
-    activation is stored in the weights' dtype.
+    in either, any strides; returns a new contiguous [T, D] of the residual's dtype. Without
+    `routing.order_A` each token gathers its experts (two launches); with it, tokens are grouped
+    by expert (three launches). Sums are in FP32 and in a fixed order, with no atomics: equal
+    inputs give equal bits. The hidden activation is stored in the weights' dtype.
     """
     num_tokens, dim = residual_TD.shape
     num_experts, double_hidden, _ = gate_up_EFD.shape

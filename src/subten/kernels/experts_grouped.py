@@ -7,6 +7,7 @@ features of an expert (`gate_up_EFD` holds 2 * F rows, gate first).
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 import torch
 
 from subten.kernels.route import Routing

@@ -20,10 +20,11 @@ class Routing:
     """Where the tokens of one layer go, best expert first.
 
     `h_TD` the normed input of the experts, in the norm weight's dtype; `topk_id_TK` int32,
-    distinct in each row and within [0, E) whatever the input; `topk_weight_TK` float32, NaN in a row whose scores hold
-    a NaN or +inf or nothing finite, so that the row's request fails where its logits are read.
-    With order: `order_A` int32, assignments sorted by expert, by number within an expert;
-    `expert_start_E1` int32 [E + 1], expert e owns order[expert_start[e] : expert_start[e + 1]].
+    distinct in each row and within [0, E) whatever the input; `topk_weight_TK` float32, NaN in a
+    row whose scores hold a NaN or +inf or nothing finite, so that the row's request fails where
+    its logits are read. With order: `order_A` int32, assignments sorted by expert, by number
+    within an expert; `expert_start_E1` int32 [E + 1], expert e owns
+    order[expert_start[e] : expert_start[e + 1]].
     """
 
     h_TD: torch.Tensor
@@ -46,13 +47,13 @@ def route(
 ) -> Routing:
     """RMSNorm, router product, softmax over all experts and top-k, in one launch.
 
-    x [T, D] and norm_weight [D] in bfloat16 or float32, gate [E, D] in either, any strides;
-    1 <= top_k <= E <= 1024. Scores come from the FP32 norm, before it is rounded to h's dtype;
-    ties go to the lowest id. `renormalize` divides the k weights by their sum; `scaling_factor`
-    multiplies them in either case. `with_order` adds the order of the grouped `experts` path.
-    A NaN score counts as the lowest, so that the ids of a bad row stay distinct and in range.
-    Launches on one device must follow one another (they share counters, which return to zero);
-    the first one, outside of any graph capture, allocates them.
+    x [T, D], norm_weight [D] and gate [E, D] each in bfloat16 or float32, any strides; h comes
+    out in norm_weight's dtype; 1 <= top_k <= E <= 1024. Scores come from the FP32 norm, before it
+    is rounded to h; ties go to the lowest id. `renormalize` divides the k weights by their sum;
+    `scaling_factor` multiplies them in either case. `with_order` adds the order of the grouped
+    `experts` path. A NaN score counts as the lowest, so that the ids of a bad row stay distinct
+    and in range. Launches on one device must follow one another (they share counters, which
+    return to zero); the first one, outside of any graph capture, allocates them.
     """
     num_tokens, dim = x_TD.shape
     num_experts = gate_ED.shape[0]

@@ -137,10 +137,13 @@ def sample_torch(
         logit_V = logit_SV[row]
         inverse = 1.0 / params.temperature_S[row]
         portion_V = exact_exp_torch((logit_V - logit_V.amax()) * inverse)
-        top_k, top_p, min_p = (
-            values_S[row].item() for values_S in (params.top_k_S, params.top_p_S, params.min_p_S)
+        is_kept_V = _kept(
+            logit_V,
+            portion_V,
+            int(params.top_k_S[row]),
+            float(params.top_p_S[row]),
+            float(params.min_p_S[row]),
         )
-        is_kept_V = _kept(logit_V, portion_V, top_k, top_p, min_p)
         gumbel_V = exact_gumbel_torch(params.seed_S[row], params.index_S[row], len(logit_V))
         score_V = logit_V.double() * inverse.double() + gumbel_V.double()
         token_S[row] = score_V.masked_fill(~is_kept_V, -torch.inf).argmax()

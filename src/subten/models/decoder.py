@@ -82,4 +82,7 @@ class Decoder(nn.Module):
         x_SD = x_TD if all_rows else x_TD[step.logit_row_S]
         h_SD = self.ops.rms_norm(x_SD, self.norm_D, eps=self.config.norm_eps)
         head_VD = self.embedding_VD if self.head_VD is None else self.head_VD
+        if h_SD.is_cuda and h_SD.dtype == torch.bfloat16:
+            # Logits of 16 to 32 are 1/8 apart in bfloat16: they leave the product as float32.
+            return torch.mm(h_SD, head_VD.T, out_dtype=torch.float32)
         return cpu_linear(h_SD, head_VD).float()

@@ -113,6 +113,9 @@ class TrainConfig:
         for name in ("self_share", "self_starters", "final_lr", "self_top_p"):
             if not 0 <= getattr(self, name) <= 1:
                 raise refuse(ConfigError, name, getattr(self, name), "a number from 0 to 1")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise refuse(ConfigError, name, getattr(self, name), "a number from 0 to below 1")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise refuse(ConfigError, name, getattr(self, name), ", ".join(allowed))

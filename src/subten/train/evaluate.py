@@ -15,14 +15,8 @@ from torch import Tensor
 from subten.tokenizer import Tokenizer
 from subten.train.balance import max_violation
 from subten.train.data import Array, windows
-from subten.train.model import (
-    Deltas,
-    DenseModel,
-    dense_forward,
-    make_dense_layer,
-    make_student_layer,
-    student_forward,
-)
+from subten.train.dense import DenseModel, dense_forward, make_dense_layer
+from subten.train.model import Deltas, make_student_layer, student_forward
 
 QUESTIONS = (
     "What is the capital of France?",

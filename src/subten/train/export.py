@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from subten.train.config import TrainConfig
-from subten.train.model import Deltas, DenseModel
+from subten.train.dense import DenseModel
+from subten.train.model import Deltas
 from subten.weights.upcycled import DELTA_NAMES, DELTAS_FORMAT, merge_expert, read_deltas
 
 LICENCE = "Apache-2.0"
@@ -73,7 +74,7 @@ def export_error(
     Beside it stands the error that rounding the merged weights to BF16 makes: a format is good
     enough when its own error is below that.
     """
-    base = model.layers[layer].gate_up_weight[: model.shape.ffn_width].float().cpu()
+    base = model.layers[layer].gate_up_weight[: model.config.d_ffn].float().cpu()
     error_sq = delta_sq = bf16_sq = 0.0
     for expert in range(trained.num_experts):
         a, b, file_a, file_b = (

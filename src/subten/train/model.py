@@ -1,6 +1,6 @@
-"""The dense teacher and the upcycled student, in plain torch with static shapes.
+"""The upcycled student, in plain torch with static shapes.
 
-The student's experts are the dense feed-forward network plus low-rank deltas to gate, up and down.
+Its experts are the dense feed-forward network plus low-rank deltas to gate, up and down.
 As all experts share the base, its products are computed once for a token; an expert adds only its
 low-rank part, taken from a product with all experts' deltas through a mask. So there is no gather,
 sort or scatter, and torch.compile sees dense matrix products alone.
@@ -13,96 +13,21 @@ sort or scatter, and torch.compile sees dense matrix products alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from subten.core import CheckpointError
 from subten.train.balance import router_z_loss
-
-
-class DenseCheckpoint(Protocol):
-    """Where a dense model comes from: a GGUF file or a folder."""
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """Keys of a Hugging Face Llama config."""
-
-    def tensor(self, name: str) -> Tensor:
-        """One tensor by its Hugging Face name."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelShape:
-    """Sizes of a Llama-family model."""
-
-    num_layers: int
-    width: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_width: int
-    vocab_size: int
-    rope_theta: float
-    norm_eps: float
-    max_positions: int
-    is_tied: bool
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Read a Hugging Face Llama config; what the trainer cannot do raises CheckpointError."""
-        for key, allowed in _ONLY.items():
-            if key in config and config[key] not in allowed:
-                shown = " or ".join(repr(value) for value in allowed)
-                raise CheckpointError(f"config: {key}: got {config[key]!r}; allowed: {shown}")
-        rope = dict(config.get("rope_parameters") or {})
-        if rope.get("rope_type", "default") != "default":
-            raise CheckpointError(
-                f"config: rope_parameters.rope_type: got {rope['rope_type']!r}; allowed: 'default'"
-            )
-        theta = rope.get("rope_theta", config.get("rope_theta"))
-        try:
-            num_heads = int(config["num_attention_heads"])
-            width = int(config["hidden_size"])
-            return cls(
-                num_layers=int(config["num_hidden_layers"]),
-                width=width,
-                num_heads=num_heads,
-                num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-                head_dim=int(config.get("head_dim") or width // num_heads),
-                ffn_width=int(config["intermediate_size"]),
-                vocab_size=int(config["vocab_size"]),
-                rope_theta=10000.0 if theta is None else float(theta),
-                norm_eps=float(config["rms_norm_eps"]),
-                max_positions=int(config["max_position_embeddings"]),
-                is_tied=bool(config.get("tie_word_embeddings", False)),
-            )
-        except KeyError as error:
-            raise CheckpointError(f"config: key {error.args[0]!r} is missing") from error
-
-
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "model_type": ("llama",),
-    "hidden_act": ("silu",),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "rope_scaling": (None,),
-}
-
-
-class DenseLayer(NamedTuple):
-    """Weights of one dense layer: rows are outputs; q, k, v and gate, up are joined by rows."""
-
-    attn_norm_D: Tensor
-    qkv_weight: Tensor
-    out_weight: Tensor
-    ffn_norm_D: Tensor
-    gate_up_weight: Tensor
-    down_weight: Tensor
+from subten.train.dense import (
+    DenseLayer,
+    DenseModel,
+    DenseShape,
+    LayerFn,
+    make_attention,
+    make_dense_layer,
+)
 
 
 class Deltas(NamedTuple):
@@ -142,92 +67,14 @@ class LayerLoad(NamedTuple):
     z: Tensor
 
 
-class DenseModel:
-    """A frozen Llama-family model on one device in one dtype."""
-
-    def __init__(
-        self,
-        checkpoint: DenseCheckpoint,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self.shape = ModelShape.from_config(checkpoint.config)
-        self.device, self.dtype = device, dtype
-
-        def load(*names: str) -> Tensor:
-            rows = [checkpoint.tensor(f"model.{name}.weight") for name in names]
-            joined = rows[0] if len(rows) == 1 else torch.cat(rows)
-            return joined.to(device=device, dtype=dtype)
-
-        self.embed_VD = load("embed_tokens")
-        self.layers: list[DenseLayer] = []
-        for i in range(self.shape.num_layers):
-            attn, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
-            self.layers.append(
-                DenseLayer(
-                    load(f"layers.{i}.input_layernorm"),
-                    load(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"),
-                    load(f"{attn}.o_proj"),
-                    load(f"layers.{i}.post_attention_layernorm"),
-                    load(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
-                    load(f"{mlp}.down_proj"),
-                )
-            )
-        self.norm_D = load("norm")
-        if self.shape.is_tied:
-            self.head_VD = self.embed_VD
-        else:
-            self.head_VD = checkpoint.tensor("lm_head.weight").to(device=device, dtype=dtype)
-
-    def rope(self, num_positions: int, start: int = 0) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each S x P, of positions from `start`."""
-        half = torch.arange(0, self.shape.head_dim, 2, device=self.device, dtype=torch.float32)
-        inverse = self.shape.rope_theta ** (-half / self.shape.head_dim)
-        position = torch.arange(start, start + num_positions, device=self.device).float()
-        angle = (position[:, None] * inverse).repeat(1, 2)
-        return angle.cos().to(self.dtype), angle.sin().to(self.dtype)
-
-
-def rotate(x: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
-    """Half-split rotary embedding of the last dimension (Su et al. 2021, in GPT-NeoX's order)."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos_SP + torch.cat((-second, first), dim=-1) * sin_SP
-
-
-def split_heads(qkv: Tensor, shape: ModelShape) -> tuple[Tensor, Tensor, Tensor]:
-    """B x S x (H + 2G)P to q (B H S P), k and v (B G S P)."""
-    rows, positions, _ = qkv.shape
-    heads = qkv.view(rows, positions, -1, shape.head_dim).transpose(1, 2)
-    sizes = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
-    q, k, v = heads.split(sizes, dim=1)
-    return q, k, v
-
-
-LayerFn = Callable[..., Any]
-
-
-def make_dense_layer(shape: ModelShape) -> LayerFn:
-    """The function (x_BSD, layer, cos, sin) -> x_BSD of one dense layer."""
-    attention = _make_attention(shape)
-
-    def dense_layer(x_BSD: Tensor, layer: DenseLayer, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
-        x_BSD = attention(x_BSD, layer, cos_SP, sin_SP)
-        h_BSD = F.rms_norm(x_BSD, (shape.width,), layer.ffn_norm_D, shape.norm_eps)
-        gate, up = F.linear(h_BSD, layer.gate_up_weight).chunk(2, dim=-1)
-        return x_BSD + F.linear(F.silu(gate) * up, layer.down_weight)
-
-    return dense_layer
-
-
-def make_student_layer(shape: ModelShape, top_k: int, reroute: str = "none") -> LayerFn:
+def make_student_layer(shape: DenseShape, top_k: int, reroute: str = "none") -> LayerFn:
     """The function (x_BSD, layer, deltas, cos, sin) -> (x_BSD, LayerLoad) of one upcycled layer.
 
     `reroute` is for measuring how much experts differ: "none"; "others" lets the experts ranked
     K+1 to 2K compute with the weights of the first K; "permute" lets expert e + 1 compute for e.
     """
     assert reroute in ("none", "others", "permute"), reroute
-    attention = _make_attention(shape)
+    attention = make_attention(shape)
 
     def student_layer(
         x_BSD: Tensor, layer: DenseLayer, deltas: Deltas, cos_SP: Tensor, sin_SP: Tensor
@@ -274,15 +121,6 @@ def make_student_layer(shape: ModelShape, top_k: int, reroute: str = "none") -> 
     return student_layer
 
 
-def dense_forward(model: DenseModel, id_BS: Tensor, layer_fn: LayerFn) -> Tensor:
-    """Final normalised state (B S D) of the dense model."""
-    x_BSD = F.embedding(id_BS, model.embed_VD)
-    cos_SP, sin_SP = model.rope(id_BS.shape[1])
-    for layer in model.layers:
-        x_BSD = layer_fn(x_BSD, layer, cos_SP, sin_SP)
-    return F.rms_norm(x_BSD, (model.shape.width,), model.norm_D, model.shape.norm_eps)
-
-
 def student_forward(
     model: DenseModel, deltas: Deltas, id_BS: Tensor, layer_fn: LayerFn
 ) -> tuple[Tensor, LayerLoad]:
@@ -314,46 +152,26 @@ def init_deltas(
     layer, measured on `sample_BS`, and scaled to scores of standard deviation `router_std` over
     tokens: without this the common part of all inputs sends all tokens to the same few experts.
     """
-    shape = model.shape
+    width, ffn_width = model.config.d_model, model.config.d_ffn
     generator = torch.Generator().manual_seed(seed)
-    sizes = (shape.num_layers, num_experts)
+    sizes = (model.config.num_layers, num_experts)
 
-    def normal(width: int) -> Tensor:
-        return torch.randn(*sizes, rank, width, generator=generator) / math.sqrt(width)
-
-    def zeros(width: int) -> Tensor:
-        return torch.zeros(*sizes, rank, width)
-
-    router = torch.randn(*sizes, shape.width, generator=generator)
+    router = torch.randn(*sizes, width, generator=generator)
     for i, h_TD in enumerate(_ffn_inputs(model, sample_BS)):
         mean_D = h_TD.mean(0)
         rows = router[i] - (router[i] @ mean_D)[:, None] * mean_D / mean_D.square().sum()
         router[i] = rows * (router_std / (h_TD @ rows.T).std(0))[:, None]
-    parts = (
-        router,
-        normal(shape.width), zeros(shape.ffn_width),
-        normal(shape.width), zeros(shape.ffn_width),
-        normal(shape.ffn_width), zeros(shape.width),
-    )  # fmt: skip
+    parts = [router]
+    for inner, outer in ((width, ffn_width), (width, ffn_width), (ffn_width, width)):
+        a = torch.randn(*sizes, rank, inner, generator=generator) / math.sqrt(inner)
+        parts += [a, torch.zeros(*sizes, rank, outer)]
     return Deltas(*(t.to(model.device) for t in parts))
-
-
-def _make_attention(shape: ModelShape) -> LayerFn:
-    def attention(x_BSD: Tensor, layer: DenseLayer, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
-        h_BSD = F.rms_norm(x_BSD, (shape.width,), layer.attn_norm_D, shape.norm_eps)
-        q, k, v = split_heads(F.linear(h_BSD, layer.qkv_weight), shape)
-        q, k = rotate(q, cos_SP, sin_SP), rotate(k, cos_SP, sin_SP)
-        is_grouped = shape.num_heads != shape.num_kv_heads
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
-        return x_BSD + F.linear(mixed.transpose(1, 2).flatten(2), layer.out_weight)
-
-    return attention
 
 
 @torch.no_grad()
 def _ffn_inputs(model: DenseModel, id_BS: Tensor) -> list[Tensor]:
     """The input (T D, float32, on the CPU) of each layer's feed-forward network."""
-    attention, layer_fn = _make_attention(model.shape), make_dense_layer(model.shape)
+    attention, layer_fn = make_attention(model.shape), make_dense_layer(model.shape)
     x_BSD = F.embedding(id_BS, model.embed_VD)
     cos_SP, sin_SP = model.rope(id_BS.shape[1])
     inputs: list[Tensor] = []

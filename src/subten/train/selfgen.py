@@ -23,7 +23,7 @@ from subten.core import ConfigError
 from subten.tokenizer import Tokenizer
 from subten.train.config import TrainConfig
 from subten.train.data import Array, Progress, save_array
-from subten.train.model import DenseModel, rotate
+from subten.train.dense import DenseModel, rotate
 
 STARTERS = (
     "What is", "What are", "What does", "Why is", "Why do", "How do I", "How does", "How can I",
@@ -77,7 +77,7 @@ def _write_all(
             prompts,
             bridge=_chat_parts(tokenizer)[1],
             end_ids=tokenizer.eos_token_ids,
-            length=min(config.self_length, model.shape.max_positions),
+            length=min(config.self_length, model.config.max_model_len),
             temperature=config.self_temperature,
             top_p=config.self_top_p,
             generator=generator,

@@ -1,4 +1,4 @@
-"""What a run reads: the dense model's checkpoint, its text and its self-written text."""
+"""What a run reads: the dense model, text, and text that the model wrote itself."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from subten.core import CheckpointError, ConfigError
 from subten.tokenizer import Tokenizer
@@ -20,19 +21,18 @@ from subten.train.data import (
     split_document,
     tokenize,
 )
-from subten.train.model import DenseCheckpoint, DenseModel
+from subten.train.dense import DenseModel
 from subten.train.selfgen import self_written
 from subten.train.world import World
-from subten.weights.folder import FolderCheckpoint
-from subten.weights.gguf import read_gguf
+from subten.weights.load import load_model
 from subten.weights.upcycled import sha256_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Base:
-    """The dense model that becomes a MoE: where its weights are, its tokenizer, its hash."""
+    """The dense model that becomes a MoE, its tokenizer, and the hash of its weights' files."""
 
-    checkpoint: DenseCheckpoint
+    model: DenseModel
     tokenizer: Tokenizer
     sha256: str
 
@@ -46,20 +46,23 @@ class Texts:
     test_ids: Array | None
 
 
-def open_base(config: TrainConfig) -> Base:
-    """Open the dense checkpoint that `config` names; CheckpointError for one that cannot serve."""
-    if config.gguf is not None:
-        file = read_gguf(config.gguf)
-        return Base(checkpoint=file, tokenizer=file.tokenizer(), sha256=sha256_of(config.gguf))
-    assert config.checkpoint is not None
-    folder = FolderCheckpoint(config.checkpoint)
-    tokenizer = folder.tokenizer()
-    if tokenizer is None:
-        raise CheckpointError(f"{config.checkpoint}: no tokenizer.json; training needs one")
-    files = sorted({folder.file_of(name) for name in folder.names})
-    joined = "".join(sha256_of(file) for file in files)
-    sha256 = hashlib.sha256(joined.encode()).hexdigest()
-    return Base(checkpoint=folder, tokenizer=tokenizer, sha256=sha256)
+def load_base(config: TrainConfig, device: torch.device, dtype: str) -> Base:
+    """Load the dense model that `config` names; CheckpointError for one that cannot serve."""
+    path = config.gguf or config.checkpoint
+    assert path is not None
+    loaded = load_model(
+        str(path), device=device, dtype=dtype, backend="torch", kv_cache_dtype="bf16"
+    )
+    if loaded.tokenizer is None:
+        raise CheckpointError(f"{path}: no tokenizer.json; training needs one")
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    hashes = [sha256_of(file) for file in files]
+    joined = hashlib.sha256("".join(hashes).encode()).hexdigest()
+    return Base(
+        model=DenseModel(loaded),
+        tokenizer=loaded.tokenizer,
+        sha256=hashes[0] if len(hashes) == 1 else joined,
+    )
 
 
 def load_texts(
@@ -92,7 +95,7 @@ def load_texts(
 
 
 def load_conversations(
-    config: TrainConfig, model: DenseModel, base: Base, world: World, progress: Progress
+    config: TrainConfig, base: Base, world: World, progress: Progress
 ) -> RowTable | None:
     """Rows of text that the dense model wrote itself; None where the batch has no place for it."""
     if config.num_self_rows == 0:
@@ -100,9 +103,9 @@ def load_conversations(
     if base.tokenizer.chat_template is None:
         raise ConfigError("self_share: the model has no chat template; allowed: 0")
     if world.is_first:
-        self_written(model, base.tokenizer, config, base.sha256, progress)
+        self_written(base.model, base.tokenizer, config, base.sha256, progress)
     world.barrier()
-    ids, lengths = self_written(model, base.tokenizer, config, base.sha256, progress)
+    ids, lengths = self_written(base.model, base.tokenizer, config, base.sha256, progress)
     return RowTable(pack_conversations(ids, lengths, config.seq_len + 1), config.seed)
 
 

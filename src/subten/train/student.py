@@ -25,15 +25,9 @@ from subten.core import CheckpointError, ConfigError
 from subten.train.balance import load_balancing_loss, max_violation
 from subten.train.config import TrainConfig
 from subten.train.data import Array
+from subten.train.dense import DenseModel, dense_forward, make_dense_layer
 from subten.train.loss import chunk_loss, distil_loss
-from subten.train.model import (
-    Deltas,
-    DenseModel,
-    dense_forward,
-    make_dense_layer,
-    make_student_layer,
-    student_forward,
-)
+from subten.train.model import Deltas, make_student_layer, student_forward
 from subten.train.world import World
 
 RowsFn = Callable[[int, int], Array]

@@ -8,8 +8,11 @@ import json
 import logging
 import math
 import platform
+import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +24,9 @@ from subten.train.config import TrainConfig
 from subten.train.data import Rows
 from subten.train.export import export_error, load_deltas, write_deltas
 from subten.train.log import RunLog
-from subten.train.model import Deltas, DenseModel, init_deltas
+from subten.train.model import Deltas, init_deltas
 from subten.train.plots import plot_load
-from subten.train.sources import Base, Texts, load_conversations, load_texts, open_base
+from subten.train.sources import Base, Texts, load_base, load_conversations, load_texts
 from subten.train.student import Student, checkpoints
 from subten.train.world import World, join_world
 
@@ -63,7 +66,14 @@ def _run(config: TrainConfig, world: World, log: RunLog, start_s: float) -> dict
     def mark(name: str) -> None:
         timings[name] = round(time.perf_counter() - start_s, 2)
 
-    base = open_base(config)
+    log.stage("loading the dense model", 0.0)
+    base = load_base(config, world.device, _compute_dtype(config, world.device))
+    mark("model_loaded_s")
+    if config.seq_len > base.model.config.max_model_len:
+        raise ConfigError(
+            f"seq_len: got {config.seq_len}; allowed: 1 to {base.model.config.max_model_len}, the "
+            "dense model's context"
+        )
     texts = load_texts(config, base.tokenizer, world, log.stage)
     report["base_sha256"] = base.sha256
     report["text"] = {
@@ -94,23 +104,19 @@ def _run(config: TrainConfig, world: World, log: RunLog, start_s: float) -> dict
 
 
 def _make_student(
-    config: TrainConfig, base: Base, texts: Texts, world: World, log: RunLog, mark: Any
+    config: TrainConfig,
+    base: Base,
+    texts: Texts,
+    world: World,
+    log: RunLog,
+    mark: Callable[[str], None],
 ) -> Student:
-    log.stage("loading the dense model", 0.0)
-    dtype = _compute_dtype(config, world.device)
-    model = DenseModel(base.checkpoint, device=world.device, dtype=dtype)
-    mark("model_loaded_s")
-    if config.seq_len > model.shape.max_positions:
-        raise ConfigError(
-            f"seq_len: got {config.seq_len}; allowed: 1 to {model.shape.max_positions}, the dense "
-            "model's context"
-        )
-    conversations = load_conversations(config, model, base, world, log.stage)
+    conversations = load_conversations(config, base, world, log.stage)
     mark("self_text_ready_s")
     corpus = Rows(texts.train.ids, config.seq_len + 1, config.seed)
     sample = corpus(0, _CALIBRATION_ROWS)[:, :-1]
     deltas = init_deltas(
-        model,
+        base.model,
         torch.from_numpy(sample).to(world.device),
         num_experts=config.num_experts,
         rank=config.rank,
@@ -118,7 +124,7 @@ def _make_student(
         seed=config.seed,
     )
     student = Student(
-        config, model, deltas, corpus=corpus, conversations=conversations, world=world
+        config, base.model, deltas, corpus=corpus, conversations=conversations, world=world
     )
     if config.resume:
         found = checkpoints(config.out)
@@ -137,13 +143,14 @@ def _loop(config: TrainConfig, student: Student, log: RunLog, start_s: float) ->
     record: dict[str, Any] = {}
     first_step_s = last_s = 0.0
     counted_s, counted_tokens = loop_s, progress.tokens
-    try:
+    with _Signals() as signals:
         while config.steps is None or progress.step < config.steps:
             step_s = time.perf_counter()
             elapsed_s = before_s + step_s - loop_s
             done = progress.step / config.steps if config.steps else 0.0
             share, is_over = world.agree(
-                min(1.0, max(done, elapsed_s / limit_s)), elapsed_s + last_s > limit_s
+                min(1.0, max(done, elapsed_s / limit_s)),
+                elapsed_s + last_s > limit_s or signals.is_set,
             )
             if is_over:
                 break
@@ -166,10 +173,10 @@ def _loop(config: TrainConfig, student: Student, log: RunLog, start_s: float) ->
             is_due = config.checkpoint_every and progress.step % config.checkpoint_every == 0
             if is_due and world.is_first:
                 student.save(config.out)
-    except KeyboardInterrupt:
+    if signals.is_set:
         if world.is_first:
             logger.info("interrupted: checkpoint in %s", student.save(config.out))
-        raise
+        raise KeyboardInterrupt
     return {
         "steps": progress.step,
         "tokens": progress.tokens,
@@ -177,6 +184,27 @@ def _loop(config: TrainConfig, student: Student, log: RunLog, start_s: float) ->
         "first_step_s": round(first_step_s, 2),
         "last": record,
     }
+
+
+class _Signals:
+    """Turns an interrupt into a wish, so that a step is whole before the run stops."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, _number: int, _frame: object) -> None:
+        self.is_set = True
 
 
 def _limit(config: TrainConfig, trained_s: float, spent_s: float) -> float:
@@ -267,10 +295,10 @@ def _write_report(config: TrainConfig, report: dict[str, Any]) -> None:
     partial.replace(config.out / "report.json")
 
 
-def _compute_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
+def _compute_dtype(config: TrainConfig, device: torch.device) -> str:
     if config.compute_dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if config.compute_dtype == "bfloat16" else torch.float32
+        return "bfloat16" if device.type == "cuda" else "float32"
+    return config.compute_dtype
 
 
 def _command() -> str:
