@@ -1,7 +1,7 @@
 # make demo    a real MoE model answers a question
 # make test    sets everything up and runs the tests
 # make lint    ruff, mypy, codespell        make format   rewrites the sources with ruff
-# make tables  rewrites the README's tables from benchmarks/results
+# make tables  rewrites the tables and charts from benchmarks/results
 #
 # The environment is made in .venv with pip alone. Where there is no network but the packages are
 # installed already, `make demo INSTALL=no` and `make test INSTALL=no` run with PYTHON's own.
@@ -45,8 +45,10 @@ format: $(DEV)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-tables: $(BASE)
+tables: $(TEST)
 	$(RUN) benchmarks/tables.py
+	$(RUN) benchmarks/charts.py
+	$(RUN) benchmarks/charts.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from conftest import assert_close
-from subten.kernels.cpu_linear import CHUNK_ROWS, FEW_ROWS, cpu_linear
+from subten.kernels.cpu_linear import CHUNK_ROWS, FEW_ROWS, cpu_linear, linear_float32
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, FEW_ROWS, FEW_ROWS + 1, 40])
@@ -57,3 +57,14 @@ def test_gradients(num_rows: int, randn: Callable[..., torch.Tensor]) -> None:
         # Rows one by one sum their weight gradients in bfloat16: a rounding of 2**-8 a row.
         error = 2.0**-8 * num_rows * float(right.detach().abs().max())
         assert_close(left, right, error, error / 2, "gradient")
+
+
+def test_logits_are_not_rounded_to_bfloat16(generator: torch.Generator) -> None:
+    x_TD = torch.randn(1, 64, generator=generator).bfloat16()
+    weight_ND = torch.randn(1100, 64, generator=generator).bfloat16()
+    exact_TN = x_TD.double() @ weight_ND.double().T
+    out_TN = linear_float32(x_TD, weight_ND)
+    assert out_TN.dtype == torch.float32
+    # 64 products, exact in float32, added up: at most 64 roundings of 2^-24 of the sum of sizes.
+    bound_TN = 64 * 2.0**-24 * (x_TD.double().abs() @ weight_ND.double().abs().T)
+    assert ((out_TN - exact_TN).abs() <= bound_TN).all()

@@ -50,9 +50,9 @@ def attend(
     turned by its butterfly. Wrong dtypes, devices, shapes or strides fail an assert.
 
     With bf16 q, what is rounded besides the codes: rotated q, decoded values of codecs whose codes
-    are not small integers, and softmax weight times V scale, each to 2**-9 relative. The last one
-    costs at most 2**-9 * sum_n(p_n * scale_n * |code_n|) an output, at most 2**-9 of the range of
-    V's rows, and the square root of sum p_n**2 of that where rounding errors are independent.
+    are not small integers, and softmax weight times V scale, each by at most 2**-8 relative. The
+    last one costs an output at most 2**-8 * sum_n(p_n * scale_n * |code_n|): 2**-8 of the largest
+    scale * |code| of V, and less by sqrt(sum_n p_n**2) where rounding errors are independent.
 
     Deterministic. In a step of single tokens a sequence's result does not depend on the others,
     bit for bit, as long as `plan_attend` stays in one tier.

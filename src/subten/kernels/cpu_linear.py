@@ -44,11 +44,27 @@ def cpu_linear(
     elif num_rows <= FEW_ROWS:
         out_TN = torch.cat([F.linear(row_D[None], weight_ND, bias) for row_D in flat_TD])
     else:
-        wide_TD = flat_TD.float()
-        parts = [
-            F.linear(wide_TD, weight_ND[first : first + CHUNK_ROWS].float())
-            for first in range(0, num_out, CHUNK_ROWS)
-        ]
-        out_TN = torch.cat(parts, dim=-1)
+        out_TN = _wide_product(flat_TD, weight_ND)
         out_TN = (out_TN if bias is None else out_TN + bias.float()).to(x_TD.dtype)
     return out_TN.reshape(*x_TD.shape[:-1], num_out)
+
+
+def linear_float32(x_TD: torch.Tensor, weight_ND: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T as float32, never rounded to x's dtype; x [T, D], weight [N, D] -> [T, N].
+
+    For logits: from 16 to 32 bfloat16 numbers are 1/8 apart, which makes ties of the likeliest
+    tokens. On a CPU that costs 19 ms against 12 ms for one row of a [49152, 576] head (one core of
+    an AMD EPYC, torch 2.13).
+    """
+    if x_TD.dtype == torch.float32:
+        return F.linear(x_TD, weight_ND)
+    if x_TD.is_cuda:
+        return torch.mm(x_TD, weight_ND.T, out_dtype=torch.float32)
+    return _wide_product(x_TD, weight_ND)
+
+
+def _wide_product(x_TD: torch.Tensor, weight_ND: torch.Tensor) -> torch.Tensor:
+    wide_TD = x_TD.float()
+    starts = range(0, weight_ND.shape[0], CHUNK_ROWS)
+    parts = [F.linear(wide_TD, weight_ND[i : i + CHUNK_ROWS].float()) for i in starts]
+    return torch.cat(parts, dim=-1)

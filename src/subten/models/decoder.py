@@ -14,7 +14,7 @@ from subten.codecs import KVFormat
 from subten.codecs.rotation import hadamard
 from subten.config import ModelConfig
 from subten.kernels import Ops
-from subten.kernels.cpu_linear import cpu_linear
+from subten.kernels.cpu_linear import linear_float32
 from subten.kernels.step import StepTensors
 from subten.layers.decoder_layer import DecoderLayer
 from subten.layers.linear import empty_parameter
@@ -68,8 +68,8 @@ class Decoder(nn.Module):
         With `all_rows`, logits_TV of every token of the step. Appends the step's keys and values,
         encoded, to `pages_LPGB` uint8 [num_layers, num_pages, num_kv_heads, page_bytes].
         """
-        # The residual stream stays float32: what bfloat16 rounds off at each addition is most of
-        # the error of a bfloat16 model (docs/ARCHITECTURE.md), and the stream is few bytes.
+        # The residual stream stays float32: bfloat16 would round it off at each of the 2 L
+        # additions (science/bf16_residual.py), and the stream is few bytes.
         x_TD = F.embedding(step.token_id_T, self.embedding_VD).float()
         for layer, pages_PGB in zip(self.layers, pages_LPGB, strict=True):
             x_TD = layer(
@@ -82,7 +82,4 @@ class Decoder(nn.Module):
         x_SD = x_TD if all_rows else x_TD[step.logit_row_S]
         h_SD = self.ops.rms_norm(x_SD, self.norm_D, eps=self.config.norm_eps)
         head_VD = self.embedding_VD if self.head_VD is None else self.head_VD
-        if h_SD.is_cuda and h_SD.dtype == torch.bfloat16:
-            # Logits of 16 to 32 are 1/8 apart in bfloat16: they leave the product as float32.
-            return torch.mm(h_SD, head_VD.T, out_dtype=torch.float32)
-        return cpu_linear(h_SD, head_VD).float()
+        return linear_float32(h_SD, head_VD)
