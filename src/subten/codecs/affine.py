@@ -185,17 +185,22 @@ def _device_decode_row(
     BITS: tl.constexpr,
 ) -> Any:
     d = tl.arange(0, BLOCK_D)
+    mask_ND = mask_N[:, None] & (d < HEAD_DIM)[None, :]
     if BITS == 4:
         row_ptr_N = page + CODES + row_N * (HEAD_DIM // 2)
         code_ND = load_nibbles(row_ptr_N, mask_N, HEAD_DIM, BLOCK_D)
     else:
         code_ptr = page + CODES + row_N[:, None] * HEAD_DIM + d[None, :]
-        mask_ND = mask_N[:, None] & (d < HEAD_DIM)[None, :]
         code_ND = tl.load(code_ptr, mask=mask_ND, other=0).to(tl.int32)
-    # The code as the low bits of 2^23, less 2^23: cheaper than an integer conversion.
-    code_ND = (code_ND | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    # The code as the low bits of 2^23, less 2^23: cheaper than an integer conversion. Counted from
+    # the middle level: attention rounds P * scale to q's dtype, and what that loses grows with the
+    # size of the codes.
+    MIDDLE: tl.constexpr = 2 ** (BITS - 1)
+    code_ND = (code_ND | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + MIDDLE)
     scale_N = load_bf16(page + SCALE, row_N, mask_N)
-    return code_ND, scale_N, load_bf16(page + ZERO, row_N, mask_N)
+    # Halved, since MIDDLE * scale alone may overflow.
+    zero_N = 2.0 * (0.5 * load_bf16(page + ZERO, row_N, mask_N) + (MIDDLE // 2) * scale_N)
+    return tl.where(mask_ND, code_ND, 0.0), scale_N, zero_N
 
 
 # Values, not codes: scales along the head dimension cannot act on a whole row.
