@@ -79,7 +79,7 @@ def root(
 @app.command()
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(metavar="[PROMPT]", help="The question; default: stdin.")
+        str | None, typer.Argument(metavar="PROMPT", help="The question; default: stdin.")
     ] = None,
     model: ModelOption = DEMO,
     kv_cache_dtype: KVCacheOption = "bf16",
@@ -157,7 +157,7 @@ def generate(
     if json:
         print_json(_completion_dict(llm, completion, model))
     else:
-        typer.echo(f"\n\n{facts_line(llm, completion)}")
+        typer.echo(f"\n\n{facts_line(completion)}")
 
 
 @app.command()
@@ -231,7 +231,7 @@ def _chat_turn(llm: LLM, messages: list[dict[str, str]], line: str, params: Samp
         typer.echo(f"subten: error: {error} (/reset begins a new conversation)", err=True)
         return
     messages.append({"role": "assistant", "content": completion.text})
-    typer.echo(f"\n{facts_line(llm, completion)}\n")
+    typer.echo(f"\n{facts_line(completion)}\n")
 
 
 @app.command()
@@ -258,7 +258,7 @@ app.command("train")(make_command())
 cli_measure.register(app)
 
 
-def facts_line(llm: LLM, completion: Completion) -> str:
+def facts_line(completion: Completion) -> str:
     """Latency, KV bytes and true bits of one answer, in one line for people."""
     from subten.bench.report import human_bytes
 
@@ -271,8 +271,8 @@ def facts_line(llm: LLM, completion: Completion) -> str:
         parts.append(f"then {completion.tpot_ms:.1f} ms a token ({rate:.1f}/s)")
     cache = f"KV cache {completion.kv_cache_dtype}: {human_bytes(completion.kv_bytes)}"
     if completion.kv_true_bits is not None:
-        full = llm.pool.fmt.true_bits
-        cache += f", {completion.kv_true_bits:.2f} true bits ({full:.2f} in full pages)"
+        full = f"{completion.kv_full_page_bits:.2f} in full pages"
+        cache += f", {completion.kv_true_bits:.2f} true bits ({full})"
     parts.append(cache)
     if usage.cached_tokens:
         parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens were cached")
@@ -321,6 +321,7 @@ def _completion_dict(llm: LLM, completion: Completion, model: str) -> dict[str, 
         "tpot_ms": completion.tpot_ms,
         "kv_cache_dtype": completion.kv_cache_dtype,
         "kv_true_bits": completion.kv_true_bits,
+        "kv_full_page_bits": completion.kv_full_page_bits,
         "kv_bytes": completion.kv_bytes,
         "kv_bytes_per_token": llm.pool.bytes_per_token,
         "device": str(llm.device.torch_device),

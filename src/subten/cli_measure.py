@@ -202,6 +202,10 @@ def eval_kv(
     codecs = _codec_list(kv_cache_dtype)
     if max_tokens is not None and max_tokens < 2:
         raise refuse(ConfigError, "max_tokens", max_tokens, "an integer of at least 2")
+    try:
+        content = text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise refuse(ConfigError, "text", str(text), f"UTF-8 text ({error})") from error
     loaded = load_model(
         resolve_model(model),
         device=found.torch_device,
@@ -211,10 +215,6 @@ def eval_kv(
     )
     if loaded.tokenizer is None:
         raise refuse(ConfigError, "model", model, "a model with a tokenizer")
-    try:
-        content = text.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise refuse(ConfigError, "text", str(text), f"UTF-8 text ({error})") from error
     token_ids = loaded.tokenizer.encode(content)[:max_tokens]
     with progress(f"Reading {len(token_ids)} tokens") as update:
         rows = evaluate_kv(

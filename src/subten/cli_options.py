@@ -68,16 +68,41 @@ JsonFileOption = Annotated[
 ]
 
 
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+"""An unknown option or word, or a value of another type. Older typer takes the class from click,
+newer has its own: this is the one that typer raises."""
+
+
 class ErrorGroup(TyperGroup):
-    """Commands whose UserErrors end in one line on stderr and exit code 2, without traceback."""
+    """Commands whose errors end in one line on stderr and exit code 2, without traceback."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Parse this group's own options."""
+        with _one_line_errors():
+            return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
-        try:
+        """Run the command, its options parsed."""
+        with _one_line_errors():
             return super().invoke(ctx)
-        except UserError as error:
-            typer.echo(f"subten: error: {error}", err=True)
-            raise typer.Exit(2) from None
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+    except UsageError as error:
+        message = error.format_message()  # type: ignore[attr-defined]
+        if "\n" in message:
+            raise  # the help, for want of a command
+        path = error.ctx.command_path if error.ctx else "subten"  # type: ignore[attr-defined]
+        message = f"{message.rstrip('.')}; allowed: see `{path} --help`"
+    else:
+        return
+    typer.echo(f"subten: error: {message}", err=True)
+    raise typer.Exit(2)
 
 
 def new_app(help_text: str) -> typer.Typer:

@@ -60,6 +60,12 @@ def detect(name: str = "auto") -> Device:
     )
 
 
+def free_memory_bytes(device: torch.device) -> int:
+    """Bytes that nobody on the GPU `device` has taken now, other processes included."""
+    assert device.type == "cuda", device
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
 def _ram_bytes() -> int:
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -118,6 +118,7 @@ def test_generate_json_is_one_object_with_what_a_program_needs(model):
     assert value["kv_bytes"] == 64 * 256
     num_cached = value["usage"]["total_tokens"] - 1  # the last token is never computed on
     assert value["kv_true_bits"] == pytest.approx(16 * 64 / num_cached)
+    assert value["kv_full_page_bits"] == 16
 
 
 def test_a_chat_model_is_asked_through_its_template_unless_raw(model, plain_model):
@@ -139,7 +140,7 @@ def test_generate_shows_the_text_and_one_line_of_facts(model):
     assert text == value["text"]
     assert facts.startswith("[6 tokens | first after ")
     assert "KV cache bf16: 16 KiB, " in facts
-    assert "true bits" in facts
+    assert "true bits (16.00 in full pages)" in facts
 
 
 def test_the_same_question_gets_the_same_answer(model):
@@ -237,13 +238,23 @@ def test_a_model_that_is_not_there_is_refused(tmp_path):
         (["plan", "--batch-size", "x"], "--batch-size"),
         (["generate", "hat", "cat"], "cat"),
         (["eval", "kv"], "--text"),
+        (["--nothing"], "--nothing"),
+        (["train", "--nothing"], "--nothing"),
     ],
 )
-def test_unknown_options_and_words_end_with_code_2(args, named):
-    result = run(*args)
-    assert result.exit_code == 2
-    assert named in result.stderr.splitlines()[-1]
-    assert "Traceback" not in result.stderr
+def test_unknown_options_and_words_are_refused_in_one_line(args, named):
+    message = refusal(*args)
+    assert named in message
+    assert " --help`" in message
+
+
+def test_no_command_shows_the_help():
+    result = runner.invoke(app, [], prog_name="subten")
+    assert "Commands:" in result.stdout + result.stderr
+
+
+def test_train_refuses_in_the_same_words():
+    assert refusal("train").startswith("out: missing")
 
 
 def test_an_error_leaves_the_process_with_code_2_and_no_traceback(model):
@@ -337,6 +348,11 @@ def test_bench_latency_counts_its_samples(model, tmp_path):
     [
         (["--output-len", "1"], "output_len: got 1; allowed: an integer of at least 2"),
         (["--num-iters", "0"], "num_iters: got 0"),
+        (
+            ["--prompt-len", "250", "--output-len", "7"],
+            "prompt_len, output_len: got '250 + 7 tokens'; allowed: together at most max_model_len",
+        ),
+        (["--batch-size", "65"], "batch_size: got 65; allowed: 1 to 64"),
         (["--kv-cache-dtype", "bf16,"], "kv_cache_dtype: got ''"),
         (["--kv-cache-dtype", "int4,int4"], "kv_cache_dtype: got 'int4,int4'; allowed: each"),
     ],

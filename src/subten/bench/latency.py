@@ -15,7 +15,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from subten.core import ConfigError, SamplingParams, refuse
+import torch
+
+from subten.core import PAGE_SIZE, ConfigError, SamplingParams, refuse
 from subten.engine.completion import Completion
 from subten.engine.llm import LLM
 from subten.engine.stats import LatencySummary
@@ -50,6 +52,7 @@ def measure_latency(
 
     `output_tokens_per_s` counts generated tokens over the time of all runs, prefill included.
     """
+    _check(llm, shape)
     rng = random.Random(0)
     total = shape.num_warmup + shape.num_iters
     completions: list[Completion] = []
@@ -69,6 +72,26 @@ def measure_latency(
     return _result(llm, shape, completions, elapsed_s)
 
 
+def _check(llm: LLM, shape: LatencyShape) -> None:
+    """Refuse what would end early or queue, and so measure something else."""
+    length = shape.prompt_len + shape.output_len
+    if length > llm.max_model_len:
+        raise refuse(
+            ConfigError,
+            "prompt_len, output_len",
+            f"{shape.prompt_len} + {shape.output_len} tokens",
+            f"together at most max_model_len = {llm.max_model_len}",
+        )
+    most = min(llm.config.max_num_seqs, llm.pool.num_pages // -(-length // PAGE_SIZE))
+    if shape.batch_size > most:
+        raise refuse(
+            ConfigError,
+            "batch_size",
+            shape.batch_size,
+            f"1 to {most}, all that the page pool and max_num_seqs let run at a time",
+        )
+
+
 def _result(
     llm: LLM, shape: LatencyShape, completions: list[Completion], elapsed_s: float
 ) -> dict[str, Any]:
@@ -83,19 +106,17 @@ def _result(
         "tpot_ms": asdict(summary.tpot_ms) if summary.tpot_ms else None,
         "itl_ms": asdict(summary.itl_ms) if summary.itl_ms else None,
         "output_tokens_per_s": num_tokens / elapsed_s,
-        "peak_memory_bytes": peak_memory_bytes(llm.device.kind),
+        "peak_memory_bytes": peak_memory_bytes(llm.device.torch_device),
         "weight_bytes": llm.loaded.weight_bytes,
         "dtype": str(llm.loaded.dtype).removeprefix("torch."),
         "backends": dict(llm.loaded.model.ops.backend),
     }
 
 
-def peak_memory_bytes(device_kind: str) -> int:
+def peak_memory_bytes(device: torch.device) -> int:
     """Most memory so far: of the GPU since the last reset, or resident in this process."""
-    if device_kind == "cuda":
-        import torch
-
-        return int(torch.cuda.max_memory_allocated())
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -104,9 +125,7 @@ def peak_memory_bytes(device_kind: str) -> int:
 
 def _reset_peak(llm: LLM) -> None:
     if llm.device.kind == "cuda":
-        import torch
-
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_memory_stats(llm.device.torch_device)
 
 
 def _random_prompt(rng: random.Random, llm: LLM, prompt_len: int) -> list[int]:

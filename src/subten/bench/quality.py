@@ -21,6 +21,7 @@ from subten.cache.pool import PagePool
 from subten.codecs import KVFormat, kv_format
 from subten.codecs.rotation import hadamard
 from subten.core import PAGE_SIZE, ConfigError, RequestError, refuse
+from subten.device import free_memory_bytes
 from subten.kernels.step import make_step
 from subten.models.decoder import Decoder
 
@@ -219,7 +220,7 @@ def _rows_at_once(model: Decoder) -> int:
     """Rows of float32 logits that LOGIT_BYTES allows."""
     num_bytes = LOGIT_BYTES[model.device.type]
     if model.device.type == "cuda":
-        num_bytes = min(num_bytes, torch.cuda.mem_get_info(model.device)[0] // 12)
+        num_bytes = min(num_bytes, free_memory_bytes(model.device) // 12)
     return max(1, num_bytes // (4 * model.config.vocab_size))
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-import torch
-
 from subten.cache.pool import bytes_per_page
 from subten.codecs import KVFormat
 from subten.config import EngineConfig, ModelConfig
 from subten.core import PAGE_SIZE, ConfigError, refuse
-from subten.device import Device, detect
+from subten.device import Device, detect, free_memory_bytes
 from subten.weights.load import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -109,8 +107,8 @@ def _affordable_pages(
                 f"at least {page_bytes}, one page of {PAGE_SIZE} tokens",
             )
         return config.cpu_kv_cache_bytes // page_bytes
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device.torch_device)
-    used_bytes = total_bytes - free_bytes
+    total_bytes = device.memory_bytes
+    used_bytes = total_bytes - free_memory_bytes(device.torch_device)
     step_bytes = _step_bytes(config, model)
     budget_bytes = int(config.gpu_memory_utilization * total_bytes) - used_bytes - step_bytes
     if budget_bytes < page_bytes:

@@ -31,7 +31,7 @@ def make_command() -> Callable[..., None]:
 
             report = main(settings)
         except UserError as error:
-            typer.echo(f"error: {error}", err=True)
+            typer.echo(f"subten: error: {error}", err=True)
             raise typer.Exit(2) from None
         typer.echo(json.dumps(report, indent=2))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 """Dtypes that a model runs in: both have the exponent range of float32."""
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+KEY_BIAS_RATIO, KEY_BIAS_NORM = 10.0, 50.0
+"""A key bias is large above this many times the median over layers, or above this norm."""
 _HARMLESS_SUFFIXES = (".rotary_emb.inv_freq",)
 """Tensors that old checkpoints carry and that the config says already."""
 
@@ -115,6 +118,7 @@ def load_model(
             "a smaller model"
         ) from error
     _fill(decoder, checkpoint, slots, progress)
+    _warn_of_key_bias(decoder, source)
     weight_bytes = sum(p.numel() * p.element_size() for p in decoder.parameters())
     logger.info(
         "loaded %s: %s, %d layers, %.1f MB of weights in %s%s on %s, %s cache",
@@ -301,6 +305,34 @@ def _fill(
         if progress is not None:
             progress(done, total)
     assert done == total, (done, total)
+
+
+@torch.no_grad()
+def _warn_of_key_bias(decoder: Decoder, source: str) -> None:
+    """Warn where a codec below 16 bits meets layers whose key bias dwarfs the keys.
+
+    A large bias on a few channels stretches the range of every key, so that few of its codes are
+    left for what differs between tokens: 4-bit caches of such models are known to lose the text.
+    """
+    fmt, config = decoder.fmt, decoder.config
+    if not config.has_qkv_bias or fmt.true_bits >= 16:
+        return
+    first = config.num_heads * config.head_dim
+    keys = slice(first, first + config.num_kv_heads * config.head_dim)
+    norms = [float(layer.attention.qkv.bias[keys].float().norm()) for layer in decoder.layers]  # type: ignore[union-attr, index]
+    usual = statistics.median(norms)
+    large = [i for i, norm in enumerate(norms) if norm > min(KEY_BIAS_RATIO * usual, KEY_BIAS_NORM)]
+    if large:
+        logger.warning(
+            "%s: k_proj.bias of %s %s has a norm of up to %.3g (median over layers %.3g), which "
+            "costs a %s cache accuracy; --kv-cache-dtype bf16 is safe",
+            source,
+            "layer" if len(large) == 1 else "layers",
+            _listing([str(i) for i in large], limit=16),
+            max(norms[i] for i in large),
+            usual,
+            fmt.codec.name,
+        )
 
 
 def _listing(names: list[str], limit: int = 4) -> str:
