@@ -78,6 +78,8 @@ def experts_torch(
 ) -> torch.Tensor:
     """Twin of `experts`; reads the weights of the chosen experts alone."""
     num_tokens, top_k = routing.topk_id_TK.shape
+    if num_tokens == 1:
+        return _experts_of_one(routing, gate_up_EFD, down_EDF, residual_1D=residual_TD)
     assignments: dict[int, list[int]] = {}
     for assignment, expert in enumerate(routing.topk_id_TK.flatten().tolist()):
         assignments.setdefault(expert, []).append(assignment)
@@ -92,6 +94,22 @@ def experts_torch(
     y_TKD = torch.cat(parts)[order.argsort().to(parts[0].device)].view(num_tokens, top_k, -1)
     sum_TD = (y_TKD.float() * routing.topk_weight_TK.unsqueeze(-1)).sum(dim=1)
     return (residual_TD.float() + sum_TD).to(residual_TD.dtype)
+
+
+def _experts_of_one(
+    routing: Routing,
+    gate_up_EFD: torch.Tensor,
+    down_EDF: torch.Tensor,
+    *,
+    residual_1D: torch.Tensor,
+) -> torch.Tensor:
+    """One token has nothing to group: on a CPU that bookkeeping took as long as its experts."""
+    sum_1D = residual_1D.float()
+    for k, expert in enumerate(routing.topk_id_TK[0].tolist()):
+        gate_1F, up_1F = cpu_linear(routing.h_TD, gate_up_EFD[expert]).chunk(2, dim=-1)
+        y_1D = cpu_linear(F.silu(gate_1F) * up_1F, down_EDF[expert])
+        sum_1D = sum_1D + routing.topk_weight_TK[:, k, None] * y_1D
+    return sum_1D.to(residual_1D.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -108,13 +108,19 @@ def kv_append_torch(
         x_2TGD = x_2TGD @ rotation_DD
     is_kept_T = slot_T >= 0
     x_2TGD, slot_T = x_2TGD[:, is_kept_T], slot_T[is_kept_T]
-    page_T, row_T = slot_T // PAGE_SIZE, slot_T % PAGE_SIZE
+    page: int | torch.Tensor = slot_T // PAGE_SIZE
+    row: int | torch.Tensor = slot_T % PAGE_SIZE
+    if len(slot_T) == 1 and not slot_T.is_cuda:
+        # A slice with integers is several times as fast as an index with tensors.
+        page, row = divmod(int(slot_T), PAGE_SIZE)
     for part_NB, (k_PGNB, v_PGNB) in zip(
         fmt.codec.encode(x_2TGD.flatten(0, 2)), page_planes(pages_PGB, fmt), strict=True
     ):
+        if part_NB.shape[-1] == 0:
+            continue
         k_TGB, v_TGB = part_NB.view(*x_2TGD.shape[:3], part_NB.shape[-1])
-        k_PGNB[page_T, :, row_T] = k_TGB
-        v_PGNB[page_T, :, row_T] = v_TGB
+        k_PGNB[page, :, row] = k_TGB
+        v_PGNB[page, :, row] = v_TGB
 
 
 def page_planes(
