@@ -14,7 +14,7 @@ from subten.codecs import KVFormat
 from subten.codecs.rotation import hadamard
 from subten.config import ModelConfig
 from subten.kernels import Ops
-from subten.kernels.cpu_linear import linear_float32
+from subten.kernels.cpu_linear import head_logits
 from subten.kernels.step import StepTensors
 from subten.layers.decoder_layer import DecoderLayer
 from subten.layers.linear import empty_parameter
@@ -82,4 +82,4 @@ class Decoder(nn.Module):
         x_SD = x_TD if all_rows else x_TD[step.logit_row_S]
         h_SD = self.ops.rms_norm(x_SD, self.norm_D, eps=self.config.norm_eps)
         head_VD = self.embedding_VD if self.head_VD is None else self.head_VD
-        return linear_float32(h_SD, head_VD)
+        return head_logits(h_SD, head_VD)
