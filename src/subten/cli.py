@@ -282,9 +282,11 @@ def facts_line(completion: Completion) -> str:
 
 
 def _load(model: str, **settings: Any) -> LLM:
+    from subten.device import keep_freed_memory
     from subten.engine.llm import LLM
 
     source = resolve_model(model)
+    keep_freed_memory()
     with progress("Loading", terminal_only=True) as update:
         return LLM(source, progress=lambda done, total: update(done / total), **settings)
 

@@ -284,8 +284,10 @@ def bench_latency(
     """
     from subten.bench.latency import LatencyShape, measure_latency
     from subten.bench.report import environment
+    from subten.device import keep_freed_memory
     from subten.engine.llm import LLM
 
+    keep_freed_memory()
     shape = LatencyShape(
         prompt_len=prompt_len,
         output_len=output_len,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -81,3 +83,19 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep the memory that it frees, where the C library is glibc; True if so.
+
+    A decode step on a CPU makes and frees temporaries of some 100 kB all the time. glibc gives such
+    memory back to the system and faults its pages in again: 139 ms a token against 113 ms with this
+    (int4 cache, 200 tokens of context, two cores of an AMD EPYC, torch 2.13). Costs up to 256 MiB
+    that stay with the process. Option numbers are those of glibc's malloc.h.
+    """
+    if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3
+    sizes = {trim_threshold: 256 * 2**20, top_pad: 64 * 2**20, mmap_threshold: 32 * 2**20}
+    return all(mallopt(option, size) == 1 for option, size in sizes.items())
