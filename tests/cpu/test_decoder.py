@@ -121,7 +121,7 @@ def plain_logits(decoder: Decoder, token_ids: list[int], fmt: KVFormat | None) -
         share = torch.zeros(len(x), config.num_experts, dtype=x.dtype)
         share.scatter_(1, chosen, score / score.sum(-1, keepdim=True))
         gate, up = torch.einsum("td,efd->etf", h, w["ffn.gate_up_EFD"]).chunk(2, -1)
-        x = x + torch.einsum("te,etf,edf->td", share, F.silu(gate) * up, w["ffn.down_EDF"])
+        x = x + torch.einsum("tk,ktf,kdf->td", share, F.silu(gate) * up, w["ffn.down_EDF"])
     head_VD = weight.get("head_VD", weight["embedding_VD"])
     return norm(x, weight["norm_D"]) @ head_VD.T
 
