@@ -183,10 +183,9 @@ def test_only_the_named_rows_are_written(
     slots = [-1, 70, -1, 3, -1]
     append(op, k_TGD, v_TGD, pages_PGB, fmt, slots)
     is_written_PGB = torch.zeros_like(before_PGB)
-    for planes in page_planes(is_written_PGB, fmt):
-        for plane_PGNB in planes:
-            plane_PGNB[1, :, 6] = 1
-            plane_PGNB[0, :, 3] = 1
+    for plane_P2GNB in page_planes(is_written_PGB, fmt):
+        plane_P2GNB[1, :, :, 6] = 1
+        plane_P2GNB[0, :, :, 3] = 1
     assert is_written_PGB.sum() == 2 * 2 * 2 * fmt.row.total
     is_kept_PGB = is_written_PGB == 0
     assert torch.equal(pages_PGB[is_kept_PGB], before_PGB[is_kept_PGB])
@@ -228,8 +227,7 @@ def test_a_row_does_not_depend_on_its_neighbours(randn: Randn, op: Callable[...,
     for alone, beside in zip(
         page_planes(alone_PGB, fmt), page_planes(beside_PGB, fmt), strict=True
     ):
-        for alone_PGNB, beside_PGNB in zip(alone, beside, strict=True):
-            assert torch.equal(alone_PGNB[:, :, 5], beside_PGNB[:, :, 5])
+        assert torch.equal(alone[..., 5, :], beside[..., 5, :])
     for rows_TGD in stored_rows(beside_PGB, fmt, [4, 5, 6]):
         assert rows_TGD[:2].isfinite().all()
         assert rows_TGD[2].isnan().all()

@@ -83,19 +83,22 @@ def _encode(
     x_NGC = split_groups(x_ND, group or head_dim)
     is_finite_NG1 = are_finite(x_NGC)
     x_NGC = torch.where(is_finite_NG1, x_NGC, 0.0).clamp_(-FLOAT_LIMIT, FLOAT_LIMIT)
-    low_NG1, high_NG1 = torch.aminmax(x_NGC, dim=-1, keepdim=True)
     # Adding 0.0 makes -0.0 the 0.0 that it equals: which of them is an extreme is left to chance.
-    low_NG1, high_NG1 = round_bf16_down(low_NG1 + 0.0), high_NG1 + 0.0
+    low_NG1, high_NG1 = torch.aminmax(x_NGC.add_(0.0), dim=-1, keepdim=True)
+    low_NG1 = round_bf16_down(low_NG1)
     # Halves: the range of two finite numbers may exceed the largest one.
-    scale_NG1 = round_bf16_up(divide(high_NG1 / 2 - low_NG1 / 2, levels / 2))
-    divisor_NG1 = torch.where(scale_NG1 > 0, scale_NG1, 1.0) / 2
-    code_NGC = ((x_NGC / 2 - low_NG1 / 2) / divisor_NG1).round().to(torch.uint8)
+    half_low_NG1 = low_NG1 / 2
+    scale_NG1 = round_bf16_up(divide(high_NG1 / 2 - half_low_NG1, levels / 2))
+    # A scale of 0 has x = min: any divisor but 0 gives code 0. BF16's least scale is far above.
+    divisor_NG1 = (scale_NG1 / 2).clamp_(min=1e-44)
+    code_NGC = (x_NGC / 2).sub_(half_low_NG1).div_(divisor_NG1).round_().to(torch.uint8)
     code_ND = code_NGC.flatten(-2)[..., :head_dim]
-    scale_NG1, low_NG1 = (torch.where(is_finite_NG1, t, float("nan")) for t in (scale_NG1, low_NG1))
+    metadata_2NG1 = torch.stack([scale_NG1, low_NG1]).masked_fill_(~is_finite_NG1, float("nan"))
+    scale_NB, low_NB = bf16_to_bytes(metadata_2NG1.squeeze(-1))
     return (
         pack_nibbles(code_ND) if bits == 4 else code_ND.contiguous(),
-        bf16_to_bytes(scale_NG1.squeeze(-1)),
-        bf16_to_bytes(low_NG1.squeeze(-1)),
+        scale_NB,
+        low_NB,
     )
 
 

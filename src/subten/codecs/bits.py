@@ -67,7 +67,7 @@ def divide(x: torch.Tensor, divisor: float) -> torch.Tensor:
     On a GPU torch multiplies by the reciprocal of a Python number instead; a scale one ulp off may
     then round to the next BF16 value. A tensor as divisor is divided by.
     """
-    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
+    return x / (torch.full((), divisor, dtype=x.dtype, device=x.device) if x.is_cuda else divisor)
 
 
 def round_bf16_up(x: torch.Tensor) -> torch.Tensor:
@@ -79,30 +79,29 @@ def round_bf16_down(x: torch.Tensor) -> torch.Tensor:
     """The largest BF16 value <= x, of either sign, whose result is finite; float32 in and out."""
     bits = x.view(torch.int32)
     # A float is sign and magnitude: down is towards zero above zero and away from it below.
-    return ((bits + ((bits >> 31) & 0xFFFF)) & -0x10000).view(torch.float32)
+    return (torch.add(bits, bits >> 31, alpha=-0xFFFF) & -0x10000).view(torch.float32)
 
 
 def bf16_to_bytes(x_NG: torch.Tensor) -> torch.Tensor:
     """[N, G] float32 that BF16 holds exactly, or NaN -> [N, 2G] uint8, little endian."""
     # The upper half of the pattern: a cast would choose its own NaN, by vector width.
-    bits_NG = x_NG.view(torch.int32)
-    return torch.stack([bits_NG >> 16, bits_NG >> 24], dim=-1).to(torch.uint8).flatten(-2)
+    return x_NG.unsqueeze(-1).view(torch.int16)[..., 1:].view(torch.uint8).flatten(-2)
 
 
 def bytes_to_bf16(bytes_NB: torch.Tensor) -> torch.Tensor:
     """[N, 2G] uint8 -> [N, G] float32; inverse of `bf16_to_bytes`."""
-    return bytes_NB.contiguous().view(torch.bfloat16).float()
+    return bytes_NB.view(torch.bfloat16).float()
 
 
 def pack_nibbles(code_ND: torch.Tensor) -> torch.Tensor:
     """[N, D] uint8 below 16 -> [N, H]: channel i in the low nibble, i + H in the high nibble."""
     low_NH, high_NH = code_ND.chunk(2, dim=-1)
-    return low_NH | (high_NH << 4)
+    return torch.add(low_NH, high_NH, alpha=16)
 
 
 def unpack_nibbles(byte_NH: torch.Tensor) -> torch.Tensor:
     """[N, H] uint8 -> [N, D] uint8 below 16; inverse of `pack_nibbles`."""
-    return torch.cat([byte_NH & 0xF, byte_NH >> 4], dim=-1)
+    return torch.stack([byte_NH & 0xF, byte_NH >> 4], dim=-2).flatten(-2)
 
 
 @triton_jit

@@ -42,7 +42,7 @@ def _decode_fp32(
     codes_NB: torch.Tensor, scale_NB: torch.Tensor, zero_NB: torch.Tensor, head_dim: int
 ) -> torch.Tensor:
     check_planes((codes_NB, scale_NB, zero_NB), _row_bytes_fp32(head_dim))
-    return codes_NB.contiguous().view(torch.float32)
+    return codes_NB.view(torch.float32)
 
 
 def _encode_bf16(x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -56,7 +56,7 @@ def _decode_bf16(
     codes_NB: torch.Tensor, scale_NB: torch.Tensor, zero_NB: torch.Tensor, head_dim: int
 ) -> torch.Tensor:
     check_planes((codes_NB, scale_NB, zero_NB), _row_bytes_bf16(head_dim))
-    return codes_NB.contiguous().view(torch.bfloat16).float()
+    return codes_NB.view(torch.bfloat16).float()
 
 
 @triton_jit

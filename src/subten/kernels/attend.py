@@ -187,19 +187,16 @@ def read_pages(
     """Decode the first `num_tokens` rows of `page_ids` (integers, in order, extra ones ignored).
 
     Returns `(k_NGD, v_NGD)` float32 as stored: K with RoPE, both still rotated. Rows past
-    `num_tokens` are not touched, so that garbage there cannot matter.
+    `num_tokens` are dropped, so that garbage there cannot matter.
     """
-    num_kv_heads = pages_PGB.shape[1]
     num_pages = -(-num_tokens // PAGE_SIZE)
     assert num_pages <= len(page_ids), (num_pages, len(page_ids))
-    pages_GPB = pages_PGB.index_select(0, page_ids[:num_pages]).transpose(0, 1)
-    codes_NB, scale_NB, zero_NB = (
-        torch.stack([k_GPNB, v_GPNB]).flatten(2, 3)[:, :, :num_tokens].flatten(0, 2)
-        for k_GPNB, v_GPNB in page_planes(pages_GPB, fmt)
-    )
-    x_ND = fmt.codec.decode(codes_NB, scale_NB, zero_NB, fmt.head_dim)
-    x_2GND = x_ND.view(2, num_kv_heads, num_tokens, fmt.head_dim)
-    return x_2GND[0].transpose(0, 1), x_2GND[1].transpose(0, 1)
+    read_PGB = pages_PGB.index_select(0, page_ids[:num_pages])
+    # Views in the order that attention wants: the codec reads the bytes once, where they lie.
+    codes, scale, zero = (plane.permute(1, 2, 0, 3, 4) for plane in page_planes(read_PGB, fmt))
+    x_2GPND = fmt.codec.decode(codes, scale, zero, fmt.head_dim)
+    k_NGD, v_NGD = x_2GPND.flatten(2, 3)[:, :, :num_tokens].transpose(1, 2)
+    return k_NGD, v_NGD
 
 
 def _attend_dense(
@@ -215,9 +212,10 @@ def _attend_dense(
     num_kv_heads = k_GDN.shape[0]
     q_GMD = q_THD.view(num_tokens, num_kv_heads, -1, head_dim).transpose(0, 1)
     score_GMN = (q_GMD.reshape(num_kv_heads, -1, head_dim) * scale) @ k_GDN
-    is_hidden_TN = torch.arange(num_keys, device=q_THD.device) > position_T[:, None]
     score_GTMN = score_GMN.view(num_kv_heads, num_tokens, -1, num_keys)
-    score_GTMN = score_GTMN.masked_fill(is_hidden_TN[:, None], -math.inf)
+    if num_tokens > 1:
+        is_hidden_TN = torch.arange(num_keys, device=q_THD.device) > position_T[:, None]
+        score_GTMN = score_GTMN.masked_fill(is_hidden_TN[:, None], -math.inf)
     out_GMD = score_GTMN.softmax(-1).view_as(score_GMN) @ v_GND
     return out_GMD.view(num_kv_heads, num_tokens, -1, head_dim).transpose(0, 1).reshape_as(q_THD)
 

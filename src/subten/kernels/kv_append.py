@@ -1,7 +1,8 @@
 """`kv_append`: turn, encode and store the keys and values of a step's tokens, once and for good.
 
 Letters: T tokens of the step, G KV heads, D head_dim, P pages of the pool (in `pages_PGB`) or
-positions of the rotary table (in `cos_sin_PD`), B bytes of a page, N rows (tokens) of a tile.
+positions of the rotary table (in `cos_sin_PD`), B bytes of a page, N rows of a tile or a page
+(tokens).
 """
 
 from __future__ import annotations
@@ -103,44 +104,44 @@ def kv_append_torch(
     k_TGD = norm_rope_torch(
         k_TGD.float(), cos_sin_PD, position_T, norm_weight_D=norm_weight_D, eps=eps
     )
-    x_2TGD = torch.stack([k_TGD, v_TGD.float()])
-    if rotation_DD is not None:
-        x_2TGD = x_2TGD @ rotation_DD
-    is_kept_T = slot_T >= 0
-    x_2TGD, slot_T = x_2TGD[:, is_kept_T], slot_T[is_kept_T]
-    page: int | torch.Tensor = slot_T // PAGE_SIZE
-    row: int | torch.Tensor = slot_T % PAGE_SIZE
-    if len(slot_T) == 1 and not slot_T.is_cuda:
+    x_T2GD = torch.stack([k_TGD, v_TGD.float()], dim=1)
+    page: int | torch.Tensor
+    row: int | torch.Tensor
+    if len(slot_T) == 1 and slot_T.device.type == "cpu":
         # A slice with integers is several times as fast as an index with tensors.
+        if int(slot_T) < 0:
+            return
         page, row = divmod(int(slot_T), PAGE_SIZE)
-    for part_NB, (k_PGNB, v_PGNB) in zip(
-        fmt.codec.encode(x_2TGD.flatten(0, 2)), page_planes(pages_PGB, fmt), strict=True
-    ):
-        if part_NB.shape[-1] == 0:
-            continue
-        k_TGB, v_TGB = part_NB.view(*x_2TGD.shape[:3], part_NB.shape[-1])
-        k_PGNB[page, :, row] = k_TGB
-        v_PGNB[page, :, row] = v_TGB
+    else:
+        is_kept_T = slot_T >= 0
+        x_T2GD, slot_T = x_T2GD[is_kept_T], slot_T[is_kept_T]
+        page, row = slot_T // PAGE_SIZE, slot_T % PAGE_SIZE
+    if rotation_DD is not None:
+        x_T2GD = x_T2GD @ rotation_DD
+    parts = fmt.codec.encode(x_T2GD.flatten(0, 2))
+    for part_NB, plane_P2GNB in zip(parts, page_planes(pages_PGB, fmt), strict=True):
+        if part_NB.shape[-1]:
+            plane_P2GNB[page, :, :, row] = part_NB.view(*x_T2GD.shape[:3], part_NB.shape[-1])
 
 
 def page_planes(
     pages_PGB: torch.Tensor, fmt: KVFormat
-) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """Views (K plane, V plane) of codes, scale and zero; each uint8 [pages, G, 64, row bytes]."""
-    shape = (*pages_PGB.shape[:2], PAGE_SIZE)
-    stride = pages_PGB.stride()[:2]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of codes, scale and zero, each uint8 [pages, 2 (K, V), G, 64, row bytes]."""
+    num_pages, num_kv_heads, _ = pages_PGB.shape
+    page_stride, head_stride, _ = pages_PGB.stride()
 
-    def plane(offset: int, row_bytes: int) -> torch.Tensor:
-        start = pages_PGB.storage_offset() + offset
-        return pages_PGB.as_strided((*shape, row_bytes), (*stride, row_bytes, 1), start)
-
-    return tuple(
-        (plane(k_offset, row_bytes), plane(v_offset, row_bytes))
-        for k_offset, v_offset, row_bytes in (
-            (fmt.k_codes, fmt.v_codes, fmt.row.codes),
-            (fmt.k_scale, fmt.v_scale, fmt.row.scale),
-            (fmt.k_zero, fmt.v_zero, fmt.row.zero),
+    def plane(k_offset: int, v_offset: int, row_bytes: int) -> torch.Tensor:
+        return pages_PGB.as_strided(
+            (num_pages, 2, num_kv_heads, PAGE_SIZE, row_bytes),
+            (page_stride, v_offset - k_offset, head_stride, row_bytes, 1),
+            pages_PGB.storage_offset() + k_offset,
         )
+
+    return (
+        plane(fmt.k_codes, fmt.v_codes, fmt.row.codes),
+        plane(fmt.k_scale, fmt.v_scale, fmt.row.scale),
+        plane(fmt.k_zero, fmt.v_zero, fmt.row.zero),
     )
 
 
