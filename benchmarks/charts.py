@@ -53,6 +53,44 @@ def kv_quality(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def decode(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Milliseconds a token at batch 1: measured, and the floor in it; a panel for each shape."""
+    peers = [result for result in results if result["kind"] == "peer_latency"]
+    own = [result for result in results if result["kind"] == "decode_latency"]
+    own = [result for result in own if result["batch_size"] == 1]
+    shapes = sorted({result["shape"] for result in own})
+    rows = {name: [r for r in (*own, *peers) if r["shape"] == name] for name in shapes}
+    height = 1 + 0.28 * max(len(found) for found in rows.values())
+    figure = Figure(figsize=(6 * len(shapes), height), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(shapes), squeeze=False)[0], shapes, strict=True):
+        found = sorted(rows[name], key=_decode_key)
+        for kind, colour in (("decode_latency", "tab:blue"), ("peer_latency", "tab:gray")):
+            places = [i for i, row in enumerate(found) if row["kind"] == kind]
+            picked = [found[i] for i in places]
+            axes.barh(places, [row["tpot_ms_p50"] for row in picked], color=colour, alpha=0.35)
+            axes.barh(places, [row["floor_ms"] for row in picked], color=colour)
+        for place, row in enumerate(found):
+            text = f" {row['tpot_ms_p50']:.2f} ms, {row['roof_fraction'] * 100:.0f} %"
+            axes.text(row["tpot_ms_p50"], place, text, va="center", fontsize="small")
+        axes.set_yticks(range(len(found)), [_decode_label(row) for row in found], fontsize="small")
+        axes.invert_yaxis()
+        axes.margins(x=0.3)
+        axes.set_xlabel("ms a token, p50; dark: the floor")
+        axes.set_title(f"{name}, batch 1, {found[0]['gpu']}", fontsize="medium")
+    figure.savefig(path, dpi=110)
+
+
+def _decode_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (row["context_len"], row["tpot_ms_p50"])
+
+
+def _decode_label(row: Mapping[str, Any]) -> str:
+    who = f"{row['engine']} " if row["kind"] == "peer_latency" else ""
+    context = row["context_len"]
+    length = f"{context // 1024}k" if context % 1024 == 0 else str(context)
+    return f"{who}{row['weights_dtype']}, {row['kv_cache_dtype']} cache, {length}"
+
+
 def main() -> None:
     """Draw what there are results for."""
     results = read_results(RESULTS)
@@ -61,6 +99,9 @@ def main() -> None:
     if quality:
         quality.sort(key=lambda result: str(result["model"]))
         kv_quality(quality, IMAGES / "kv-quality.png")
+    decoding = [r for r in results if r.get("kind") in ("decode_latency", "peer_latency")]
+    if any(r["kind"] == "decode_latency" and r["batch_size"] == 1 for r in decoding):
+        decode(decoding, IMAGES / "decode.png")
     for result in results:
         if result.get("kind") == "train" and result["config"]["aux_weight"] > 0:
             weight = result["config"]["aux_weight"]

@@ -1,7 +1,7 @@
-"""Makes the tables of README.md from the JSON files under benchmarks/results.
+"""Makes the tables of the documents from the JSON files under benchmarks/results.
 
-    python benchmarks/tables.py           rewrites README.md
-    python benchmarks/tables.py --check   exits with 1 if README.md would change
+    python benchmarks/tables.py           rewrites README.md and docs/performance.md
+    python benchmarks/tables.py --check   exits with 1 if they would change
 
 A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`.
 """
@@ -29,13 +29,17 @@ Results = Sequence[Mapping[str, Any]]
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """All results, in the order of their file names, each with the name of its file."""
+    """All results, in the order of their file names, each with the name of its file.
+
+    A file holds one result, or a list of records.
+    """
     found = []
     for path in sorted(folder.glob("*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        if result.get("what") == "subten train":
-            result["kind"] = "train"
-        found.append({**result, "file": path.name})
+        content = json.loads(path.read_text(encoding="utf-8"))
+        for result in content if isinstance(content, list) else [content]:
+            if result.get("what") == "subten train":
+                result["kind"] = "train"
+            found.append({**result, "file": path.name})
     return found
 
 
@@ -151,6 +155,96 @@ def formats_table(_results: Results) -> str:
     return _table([*header, "demo model, bytes a token"], rows)
 
 
+def decode_table(results: Results) -> str:
+    """Decode steps at model shapes beside the roof, and what other engines took where measured."""
+    rows = []
+    for result in sorted(_of_kind(results, "decode_latency"), key=_decode_key):
+        peers = [
+            f"{peer['engine']} {peer['version']}: {peer['tpot_ms_p50']:.2f}"
+            for peer in _of_kind(results, "peer_latency")
+            if _decode_key(peer)[:2] == _decode_key(result)[:2]
+            and all(peer[key] == result[key] for key in ("gpu", "weights_dtype", "kv_cache_dtype"))
+        ]
+        rows.append(
+            [
+                result["shape"],
+                f"{result['weights_dtype']}, {result['kv_cache_dtype']}",
+                str(result["batch_size"]),
+                str(result["context_len"]),
+                f"{result['tpot_ms_p50']:.3f}",
+                f"{result['tpot_ms_p99']:.3f}",
+                f"{result['bytes_per_step'] / 1e9:.3f}",
+                f"{result['floor_ms']:.3f}",
+                f"{result['roof_fraction'] * 100:.0f} %",
+                f"{result['ttft_ms_p50']:.1f} ({result['prompt_len']})",
+                f"{result['peak_memory_bytes'] / 1e9:.1f}",
+                "; ".join(peers),
+            ]
+        )
+    header = ["shape", "weights, KV cache", "batch", "context", "TPOT p50, ms", "p99", "GB read"]
+    header += ["floor, ms", "of the roof", "TTFT p50, ms (prompt)", "peak GB", "others, TPOT p50"]
+    return _table(header, rows)
+
+
+def peers_table(results: Results) -> str:
+    """What other engines take at the same shapes, in their own best setting."""
+    rows = [
+        [
+            f"{result['engine']} {result['version']}",
+            result["shape"],
+            f"{result['weights_dtype']}, {result['kv_cache_dtype']}",
+            str(result["context_len"]),
+            f"{result['tpot_ms_p50']:.3f}",
+            f"{result['tpot_ms_p99']:.3f}",
+            f"{result['roof_fraction'] * 100:.0f} %",
+            result["settings"],
+            result["gpu"],
+            result["date"],
+        ]
+        for result in sorted(_of_kind(results, "peer_latency"), key=_decode_key)
+    ]
+    header = ["engine", "shape", "weights, KV cache", "context", "TPOT p50, ms", "p99"]
+    return _table([*header, "of the roof", "settings", "GPU", "date"], rows)
+
+
+def kernels_table(results: Results) -> str:
+    """Each op of a decode step by itself."""
+    rows = [
+        [
+            f"{result['shape']}, {result['weights_dtype']}, {result['kv_cache_dtype']} cache",
+            result["kernel"],
+            result["backend"],
+            str(result["batch_size"]),
+            str(result["context_len"]),
+            str(result["calls_per_step"]),
+            f"{result['us_p50']:.2f}",
+            f"{result['bytes'] / 1e6:.3f}",
+            f"{result['tb_s']:.2f}",
+            f"{result['roof_fraction'] * 100:.0f} %",
+        ]
+        for result in _of_kind(results, "decode_kernels")
+    ]
+    header = ["shape, weights, cache", "op", "backend", "batch", "context", "calls a step"]
+    return _table([*header, "us p50", "MB", "TB/s", "of the roof"], rows)
+
+
+def runs_table(results: Results) -> str:
+    """Where the decode records are from: roof, GPU, versions, commit."""
+    kinds = ("decode_latency", "decode_kernels", "peer_latency")
+    runs: dict[tuple[str, ...], list[float]] = {}
+    for result in results:
+        if result.get("kind") in kinds:
+            fields = ("file", "gpu", "torch", "triton", "commit", "date")
+            key = tuple(str(result[field] or "") for field in fields)
+            runs.setdefault(key, []).append(result["roof_tb_s"])
+    rows = [
+        [*key, f"{min(roofs):.3f} to {max(roofs):.3f}", str(len(roofs))]
+        for key, roofs in runs.items()
+    ]
+    header = ["file", "GPU", "torch", "triton", "commit", "date", "roof, TB/s", "records"]
+    return _table(header, rows)
+
+
 TABLES: Mapping[str, Callable[[Results], str]] = {
     "answer": answer_block,
     "demo": demo_table,
@@ -158,7 +252,14 @@ TABLES: Mapping[str, Callable[[Results], str]] = {
     "quality": quality_table,
     "moe": moe_table,
     "formats": formats_table,
+    "decode": decode_table,
+    "kernels": kernels_table,
+    "peers": peers_table,
+    "runs": runs_table,
 }
+
+DOCUMENTS = ("README.md", "docs/performance.md")
+"""Texts with marked tables."""
 
 
 def fill(text: str, results: Results) -> str:
@@ -171,22 +272,31 @@ def fill(text: str, results: Results) -> str:
 
 
 def main() -> None:
-    """Rewrite or check README.md."""
+    """Rewrite or check the documents."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if stale")
     args = parser.parse_args()
-    readme = ROOT / "README.md"
-    old = readme.read_text(encoding="utf-8")
-    new = fill(old, read_results(RESULTS))
-    if args.check:
-        if new != old:
-            sys.exit("README.md: its tables are not those of benchmarks/results: make tables")
-        return
-    readme.write_text(new, encoding="utf-8")
+    results = read_results(RESULTS)
+    for name in DOCUMENTS:
+        old = (ROOT / name).read_text(encoding="utf-8")
+        new = fill(old, results)
+        if args.check and new != old:
+            sys.exit(f"{name}: its tables are not those of benchmarks/results: make tables")
+        if not args.check:
+            (ROOT / name).write_text(new, encoding="utf-8")
 
 
 def _of_kind(results: Results, kind: str) -> list[Mapping[str, Any]]:
     return [result for result in results if result.get("kind") == kind]
+
+
+def _decode_key(result: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What was asked for first, then how weights and cache were kept, the widest first."""
+    order = ("float32", "bf16", "fp8", "int8", "int4")
+    formats = [result["weights_dtype"], result["kv_cache_dtype"]]
+    places = [order.index(name) if name in order else len(order) for name in formats]
+    workload = (result["shape"], (result["batch_size"], result["context_len"]))
+    return (*workload, places, formats)
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:

@@ -22,6 +22,8 @@ from subten.cli_options import (
     KVCacheOption,
     MaxModelLenOption,
     ModelOption,
+    QuantizationOption,
+    QuantizeHeadOption,
     new_app,
     print_json,
     progress,
@@ -111,6 +113,8 @@ def generate(
     device: DeviceOption = "auto",
     backend: BackendOption = "auto",
     dtype: DtypeOption = "auto",
+    quantization: QuantizationOption = "none",
+    quantize_head: QuantizeHeadOption = True,
     json: JsonOption = False,
 ) -> None:
     """Answer one prompt.
@@ -147,13 +151,15 @@ def generate(
         device=device,
         backend=backend,
         dtype=dtype,
+        quantization=quantization,
+        quantize_head=quantize_head,
         max_model_len=max_model_len,
     )
-    if raw or not _is_chat_model(llm):
-        chunks = llm.stream(prompt, params)
-    else:
-        chunks = llm.chat_stream([{"role": "user", "content": prompt}], params)
-    completion = _write(chunks, is_quiet=json)
+    asked: str | list[int] = prompt
+    if llm.tokenizer is not None and llm.tokenizer.chat_template is not None and not raw:
+        # Not through chat_stream: what cannot be served is the user's prompt, not `messages`.
+        asked = llm.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+    completion = _write(llm.stream(asked, params), is_quiet=json)
     if json:
         print_json(_completion_dict(llm, completion, model))
     else:
@@ -174,6 +180,8 @@ def chat(
     device: DeviceOption = "auto",
     backend: BackendOption = "auto",
     dtype: DtypeOption = "auto",
+    quantization: QuantizationOption = "none",
+    quantize_head: QuantizeHeadOption = True,
 ) -> None:
     """Talk with a model; the KV cache of the conversation is kept between turns.
 
@@ -199,6 +207,8 @@ def chat(
         device=device,
         backend=backend,
         dtype=dtype,
+        quantization=quantization,
+        quantize_head=quantize_head,
         max_model_len=max_model_len,
     )
     is_terminal = sys.stdin.isatty()
@@ -291,10 +301,6 @@ def _load(model: str, **settings: Any) -> LLM:
         return LLM(source, progress=lambda done, total: update(done / total), **settings)
 
 
-def _is_chat_model(llm: LLM) -> bool:
-    return llm.tokenizer is not None and llm.tokenizer.chat_template is not None
-
-
 def _write(chunks: Iterator[Chunk], *, is_quiet: bool) -> Completion:
     """Take the chunks of one answer, writing their text as it comes unless `is_quiet`."""
     completion = None
@@ -326,6 +332,8 @@ def _completion_dict(llm: LLM, completion: Completion, model: str) -> dict[str, 
         "kv_full_page_bits": completion.kv_full_page_bits,
         "kv_bytes": completion.kv_bytes,
         "kv_bytes_per_token": llm.pool.bytes_per_token,
+        "quantization": llm.loaded.quantization,
+        "weight_bytes": llm.loaded.weight_bytes,
         "device": str(llm.device.torch_device),
         "device_name": llm.device.name,
     }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from subten.cli_bench import bench_kernels, codec_list, integer_list, latency_of_shape
 from subten.cli_options import (
     DEMO,
     BackendOption,
@@ -18,6 +20,8 @@ from subten.cli_options import (
     KVCachesOption,
     MaxModelLenOption,
     ModelOption,
+    QuantizationOption,
+    QuantizeHeadOption,
     new_app,
     print_json,
     progress,
@@ -38,6 +42,7 @@ def register(app: typer.Typer) -> None:
     """Add these commands to the `subten` command."""
     app.command()(plan)
     app.add_typer(eval_app, name="eval")
+    bench_app.command("kernels")(bench_kernels)
     app.add_typer(bench_app, name="bench")
 
 
@@ -60,7 +65,10 @@ def plan(
         str | None, typer.Option(help="mixtral-8x7b, qwen3-30b-a3b or llama-3-70b.")
     ] = None,
     kv_cache_dtype: KVCacheOption = "bf16",
-    context_len: Annotated[int, typer.Option(help="Tokens in the cache of one sequence.")] = 8192,
+    context_len: Annotated[
+        int | None,
+        typer.Option(help="Tokens in one sequence's cache; default: 8192, or the model's context."),
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences decoded together.")] = 1,
     quantization: Annotated[
         str, typer.Option(help="Weights: none (16 bits), fp8 or int4.")
@@ -84,6 +92,12 @@ def plan(
     from subten.codecs import kv_format
 
     config = _planned_config(model, shape)
+    longest = config.max_model_len
+    if context_len is None:
+        context_len = min(8192, longest)
+    if context_len > longest:
+        allowed = f"1 to {longest}, the model's own context"
+        raise refuse(ConfigError, "context_len", context_len, allowed)
     result = make_plan(
         config,
         Workload(
@@ -181,12 +195,15 @@ def eval_kv(
     device: DeviceOption = "auto",
     backend: BackendOption = "auto",
     dtype: DtypeOption = "auto",
+    quantization: QuantizationOption = "none",
+    quantize_head: QuantizeHeadOption = True,
     json: JsonFileOption = None,
 ) -> None:
     """Perplexity and KL divergence of KV formats on a text, against a bf16 cache.
 
     The same weights read the same windows once per format; prompt and continuation alike see
-    encoded keys and values only.
+    encoded keys and values only. With --quantization every format is of the model so quantised,
+    still against the unquantised weights over a bf16 cache; both are then in memory.
 
     \b
     Examples:
@@ -199,20 +216,23 @@ def eval_kv(
     from subten.weights.load import load_model
 
     found = detect(device)
-    codecs = _codec_list(kv_cache_dtype)
+    codecs = codec_list(kv_cache_dtype)
     if max_tokens is not None and max_tokens < 2:
         raise refuse(ConfigError, "max_tokens", max_tokens, "an integer of at least 2")
     try:
         content = text.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise refuse(ConfigError, "text", str(text), f"UTF-8 text ({error})") from error
-    loaded = load_model(
+    load = functools.partial(
+        load_model,
         resolve_model(model),
         device=found.torch_device,
         dtype=dtype,
         backend=backend,
         kv_cache_dtype="bf16",
     )
+    loaded = load(quantization=quantization, quantize_head=quantize_head)
+    reference = loaded if quantization == "none" else load()
     if loaded.tokenizer is None:
         raise refuse(ConfigError, "model", model, "a model with a tokenizer")
     token_ids = loaded.tokenizer.encode(content)[:max_tokens]
@@ -222,12 +242,17 @@ def eval_kv(
             token_ids,
             codecs=codecs,
             window=window,
+            reference=reference.model,
             progress=update,
         )
     result = {
         "kind": "kv_quality",
         "model": model,
         "dtype": str(loaded.dtype).removeprefix("torch."),
+        "quantization": quantization,
+        "quantize_head": quantize_head,
+        "weight_bytes": loaded.weight_bytes,
+        "reference_weight_bytes": reference.weight_bytes,
         "text": text.name,
         "window": window,
         "num_tokens": len(token_ids),
@@ -254,50 +279,109 @@ def quality_text(result: dict[str, Any]) -> str:
         for row in result["results"]
     ]
     header = ["KV cache", "true bits", "perplexity", "change", "KLD mean", "KLD 99.9 %", "top-1"]
+    weights = f"{result['dtype']} weights"
+    if result["quantization"] != "none":
+        weights = f"{result['quantization']} weights against {weights}"
     return (
         f"{result['model']} on {result['text']}: {result['num_tokens']} tokens in windows of "
-        f"{result['window']}, {result['dtype']} weights\n\n{text_table(header, rows)}"
+        f"{result['window']}, {weights}\n\n{text_table(header, rows)}"
     )
 
 
 @bench_app.command("latency")
 def bench_latency(
     model: ModelOption = DEMO,
-    prompt_len: Annotated[int, typer.Option(help="Tokens of each random prompt.")] = 128,
-    output_len: Annotated[int, typer.Option(help="Tokens generated for each.")] = 64,
-    batch_size: Annotated[int, typer.Option(help="Requests at a time.")] = 1,
+    shape: Annotated[
+        str | None,
+        typer.Option(help="Random weights of this shape instead: mixtral-8x7b, qwen3-30b-a3b, ..."),
+    ] = None,
+    prompt_len: Annotated[
+        int | None,
+        typer.Option(help="Tokens of each random prompt; default: 128, with --shape 512."),
+    ] = None,
+    output_len: Annotated[
+        int | None, typer.Option(help="Tokens generated for each; default: 64. Not with --shape.")
+    ] = None,
+    batch_size: Annotated[
+        str, typer.Option(metavar="N", help="Requests at a time; with --shape also N,N,...")
+    ] = "1",
     kv_cache_dtype: KVCachesOption = "bf16,int4",
-    num_iters: Annotated[int, typer.Option(help="Runs that count.")] = 10,
-    num_warmup: Annotated[int, typer.Option(help="Runs before them that do not.")] = 2,
+    num_iters: Annotated[
+        int | None, typer.Option(help="Runs that count; default: 10. Not with --shape.")
+    ] = None,
+    num_warmup: Annotated[
+        int | None, typer.Option(help="Runs before that do not; default: 2. Not with --shape.")
+    ] = None,
     max_model_len: MaxModelLenOption = None,
+    context_len: Annotated[
+        str | None,
+        typer.Option(metavar="N,...", help="Tokens in the cache; default: 1024. With --shape."),
+    ] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT", help="Weights: none, fp8 or int4; with --shape also a list."
+        ),
+    ] = None,
+    num_steps: Annotated[
+        int | None, typer.Option(help="Decode steps that count; default: 512. With --shape.")
+    ] = None,
     device: DeviceOption = "auto",
     backend: BackendOption = "auto",
     dtype: DtypeOption = "auto",
     json: JsonFileOption = None,
 ) -> None:
-    """Time to first token and time per output token, with p50, p90, p99 and sample counts.
+    """Time to first token and time per output token, with percentiles and sample counts.
+
+    With --shape the weights are random, the cache is full up to --context-len, and what a step
+    must read is compared with the memory's roof; with --json FILE records join those in the file.
 
     \b
     Examples:
       subten bench latency --prompt-len 512 --output-len 128
       subten bench latency --kv-cache-dtype bf16,int4 --batch-size 8 --json latency.json
+      subten bench latency --shape qwen3-30b-a3b --quantization int4 --context-len 1024,32768
     """
+    runs = {"output_len": output_len, "num_iters": num_iters, "num_warmup": num_warmup}
+    steps = {"context_len": context_len, "num_steps": num_steps}
+    if shape is not None:
+        _refuse_given({**runs, "max_model_len": max_model_len}, "no value with --shape")
+        if model != DEMO:
+            raise refuse(ConfigError, "model, shape", "both", "one of --model and --shape")
+        latency_of_shape(
+            shape=shape,
+            quantization=quantization or "none",
+            kv_cache_dtype=kv_cache_dtype,
+            batch_size=batch_size,
+            context_len=context_len or "1024",
+            prompt_len=512 if prompt_len is None else prompt_len,
+            num_steps=512 if num_steps is None else num_steps,
+            device=device,
+            backend=backend,
+            dtype=dtype,
+            json=json,
+        )
+        return
+    _refuse_given(steps, "a value with --shape alone")
     from subten.bench.latency import LatencyShape, measure_latency
     from subten.bench.report import environment
     from subten.device import keep_freed_memory
     from subten.engine.llm import LLM
 
     keep_freed_memory()
-    shape = LatencyShape(
-        prompt_len=prompt_len,
-        output_len=output_len,
-        batch_size=batch_size,
-        num_iters=num_iters,
-        num_warmup=num_warmup,
+    batches = integer_list("batch_size", batch_size)
+    if len(batches) > 1:
+        raise refuse(ConfigError, "batch_size", batch_size, "one integer, or --shape")
+    asked = LatencyShape(
+        prompt_len=128 if prompt_len is None else prompt_len,
+        output_len=64 if output_len is None else output_len,
+        batch_size=batches[0],
+        num_iters=10 if num_iters is None else num_iters,
+        num_warmup=2 if num_warmup is None else num_warmup,
     )
     source = resolve_model(model)
     results, record = [], {}
-    for codec in _codec_list(kv_cache_dtype):
+    for codec in codec_list(kv_cache_dtype):
         with (
             LLM(
                 source,
@@ -305,14 +389,22 @@ def bench_latency(
                 device=device,
                 backend=backend,
                 dtype=dtype,
+                quantization=quantization or "none",
                 max_model_len=max_model_len,
             ) as llm,
             progress(f"Measuring {codec}") as update,
         ):
             record = environment(llm.device)
-            results.append(measure_latency(llm, shape, progress=update))
+            results.append(measure_latency(llm, asked, progress=update))
     result = {"kind": "latency", "model": model, "environment": record, "results": results}
     report(result, latency_text(result), json)
+
+
+def _refuse_given(options: dict[str, Any], allowed: str) -> None:
+    """Refuse the first option that was given a value."""
+    for name, value in options.items():
+        if value is not None:
+            raise refuse(ConfigError, name, value, allowed)
 
 
 def latency_text(result: dict[str, Any]) -> str:
@@ -341,16 +433,3 @@ def latency_text(result: dict[str, Any]) -> str:
         f"{first['prompt_len']}, output {first['output_len']}, batch {first['batch_size']}; "
         f"milliseconds\n\n{text_table(header, rows)}"
     )
-
-
-def _codec_list(text: str) -> list[str]:
-    """The codecs of a comma-separated list; unknown and repeated ones are refused."""
-    from subten.codecs import CODECS
-
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in CODECS:
-            raise refuse(ConfigError, "kv_cache_dtype", name, ", ".join(CODECS))
-    if len(set(names)) != len(names):
-        raise refuse(ConfigError, "kv_cache_dtype", text, "each codec once")
-    return names

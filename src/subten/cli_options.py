@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,14 +49,34 @@ DeviceOption = Annotated[
 ]
 BackendOption = Annotated[
     str,
-    typer.Option("--backend", metavar="BACKEND", help="auto, torch or triton; auto: by device."),
+    typer.Option(
+        "--backend",
+        metavar="BACKEND",
+        help="auto, cuda, triton or torch; auto: the fastest that the device runs.",
+    ),
 ]
 DtypeOption = Annotated[
     str, typer.Option("--dtype", metavar="DTYPE", help="auto, bfloat16 or float32.")
 ]
+QuantizationOption = Annotated[
+    str,
+    typer.Option(
+        "--quantization", metavar="FORMAT", help="Weights: none (as --dtype), fp8 or int4."
+    ),
+]
+QuantizeHeadOption = Annotated[
+    bool,
+    typer.Option(
+        "--quantize-head/--no-quantize-head",
+        help="Quantise the output matrix too, unless it is the embedding.",
+    ),
+]
 MaxModelLenOption = Annotated[
     int | None,
-    typer.Option("--max-model-len", help="Longest prompt plus answer; default: the model's."),
+    typer.Option(
+        "--max-model-len",
+        help="Longest prompt plus answer; default: the model's, or what the KV cache holds.",
+    ),
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object instead of text for people.")
@@ -98,11 +119,29 @@ def _one_line_errors() -> Iterator[None]:
         if "\n" in message:
             raise  # the help, for want of a command
         path = error.ctx.command_path if error.ctx else "subten"  # type: ignore[attr-defined]
-        message = f"{message.rstrip('.')}; allowed: see `{path} --help`"
+        message = _wrong_type(error) or f"{message.rstrip('.')}; allowed: see"
+        message += f" `{path} --help`"
     else:
         return
     typer.echo(f"subten: error: {message}", err=True)
     raise typer.Exit(2)
+
+
+_KINDS = {"integer": "an integer", "number": "a number", "float": "a number"}
+
+
+def _wrong_type(error: Exception) -> str | None:
+    """What came and what is allowed, where the error is a value that is no number; else None."""
+    kind = re.search(f"valid ({'|'.join(_KINDS)})", str(error))
+    option = getattr(error, "param", None)
+    if kind is None or option is None:
+        return None
+    # Older typer quotes the value in its message; newer has it in the cause, an error of pydantic.
+    if isinstance(error.__cause__, ValueError) and hasattr(error.__cause__, "errors"):
+        value = repr(error.__cause__.errors()[0]["input"])
+    else:
+        value = str(error).partition(" is not a valid ")[0]
+    return f"{option.opts[0]}: got {value}; allowed: {_KINDS[kind[1]]}, see"
 
 
 def new_app(help_text: str) -> typer.Typer:

@@ -67,16 +67,21 @@ class ModelConfig:
 class EngineConfig:
     """What `LLM(...)` and the command line set; every field has vLLM's name where vLLM has one.
 
-    `device` auto, cpu, cuda, cuda:N; `dtype` auto, bfloat16, float32; `backend` auto, torch,
-    triton; `max_model_len` None takes the model's; `num_pages` None sizes the page pool from the
-    memory at hand: on a GPU `gpu_memory_utilization` of its memory less weights, on a CPU
-    `cpu_kv_cache_bytes`.
+    `device` auto, cpu, cuda, cuda:N; `dtype` auto, bfloat16, float32; `backend` auto, cuda, triton,
+    torch; `max_model_len` None takes the model's, or what the page pool holds if that is less;
+    `quantization` none, fp8, int4 packs the matrices of attention and feed-forward networks as they
+    are loaded, with `quantize_head` also a head that is not the embedding; `num_pages` None sizes
+    the page pool from the memory at hand: on a GPU `gpu_memory_utilization` of its memory less
+    weights, on a CPU `cpu_kv_cache_bytes`; `enforce_eager` decodes without CUDA graphs on a GPU
+    too.
     """
 
     kv_cache_dtype: str = "bf16"
     device: str = "auto"
     dtype: str = "auto"
     backend: str = "auto"
+    quantization: str = "none"
+    quantize_head: bool = True
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -84,6 +89,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     cpu_kv_cache_bytes: int = 256 * 2**20
     enable_prefix_caching: bool = True
+    enforce_eager: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -103,7 +109,8 @@ class EngineConfig:
             )
         for name, allowed in (
             ("dtype", ("auto", "bfloat16", "float32")),
-            ("backend", ("auto", "torch", "triton")),
+            ("quantization", ("none", "fp8", "int4")),
+            ("backend", ("auto", "cuda", "triton", "torch")),
         ):
             if getattr(self, name) not in allowed:
                 raise refuse(ConfigError, name, getattr(self, name), ", ".join(allowed))

@@ -6,7 +6,9 @@ import ctypes
 import os
 import platform
 import sys
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -33,7 +35,7 @@ class Device:
 def detect(name: str = "auto") -> Device:
     """Resolve `auto`, `cpu`, `cuda` or `cuda:N` to a device; refuse one that is not there."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if has_gpu() else "cpu"
     if name == "cpu":
         return Device(
             kind="cpu",
@@ -44,7 +46,7 @@ def detect(name: str = "auto") -> Device:
             capability=(0, 0),
         )
     kind, _, index_text = name.partition(":")
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_gpus = torch.cuda.device_count() if has_gpu() else 0
     allowed = ", ".join(["auto", "cpu", *(f"cuda:{i}" for i in range(num_gpus))])
     if kind != "cuda" or not (index_text or "0").isdecimal():
         raise refuse(ConfigError, "device", name, allowed)
@@ -60,6 +62,28 @@ def detect(name: str = "auto") -> Device:
         num_sms=properties.multi_processor_count,
         capability=(properties.major, properties.minor),
     )
+
+
+def has_gpu() -> bool:
+    """Whether torch sees a GPU that it can use."""
+    return torch.cuda.is_available()
+
+
+def gpu_name(device: torch.device) -> str:
+    """The GPU `device` as its driver names it."""
+    assert device.type == "cuda", device
+    return torch.cuda.get_device_name(device)
+
+
+def use_gpu(device: torch.device) -> None:
+    """Make `device` the GPU of this process: NCCL, and what names no GPU, then take it."""
+    assert device.type == "cuda", device
+    torch.cuda.set_device(device)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Within it, kernels and streams that name no GPU take `device`; nothing changes for a CPU."""
+    return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
 def free_memory_bytes(device: torch.device) -> int:
@@ -89,8 +113,7 @@ def keep_freed_memory() -> bool:
     """Let this process keep the memory that it frees, where the C library is glibc; True if so.
 
     A decode step on a CPU makes and frees temporaries of some 100 kB all the time. glibc gives such
-    memory back to the system and faults its pages in again: 139 ms a token against 113 ms with this
-    (int4 cache, 200 tokens of context, two cores of an AMD EPYC, torch 2.13). Costs up to 256 MiB
+    memory back to the system, and each step would fault its pages in again. Costs up to 256 MiB
     that stay with the process. Option numbers are those of glibc's malloc.h.
     """
     if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":

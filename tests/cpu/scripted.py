@@ -122,8 +122,10 @@ class ScriptedModel:
         token_T = step.token_id_T.int()
         if self.poisoned_token is not None:
             token_T = token_T.masked_fill(token_T == self.poisoned_token, NAN_MARK)
-        rows_PR[page_T, row_T] = token_T
-        rows_PR[page_T, row_T + PAGE_SIZE] = step.position_T.int()
+        is_kept_T = step.slot_T >= 0
+        page_T, row_T = page_T[is_kept_T], row_T[is_kept_T]
+        rows_PR[page_T, row_T] = token_T[is_kept_T]
+        rows_PR[page_T, row_T + PAGE_SIZE] = step.position_T.int()[is_kept_T]
         logits_SV = torch.full((len(step.kv_len_S), VOCAB_SIZE), torch.nan)
         for s, kv_len in enumerate(step.kv_len_S.tolist()):
             num_pages = -(-kv_len // PAGE_SIZE)

@@ -62,7 +62,10 @@ def reference(
     round_trip: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
 ) -> torch.Tensor:
     """The block by the book, in float64, without pages; `round_trip` stands for the codec."""
-    weight = {name: value.double().cpu() for name, value in block.state_dict().items()}
+    weight = {
+        name.removesuffix(".codes"): value.double().cpu()
+        for name, value in block.state_dict().items()
+    }
     config = block.config
     x = x_BTD.double().cpu()
     num_sequences, num_tokens, _ = x.shape

@@ -13,7 +13,7 @@ import pytest
 from tiny_llama import TinyShape, hf_tensors, write_gguf
 from typer.testing import CliRunner
 
-from subten import cli, cli_measure
+from subten import cli, cli_bench
 from subten.cli import app
 from subten.codecs import CODECS
 
@@ -27,6 +27,7 @@ COMMANDS = [
     ["plan"],
     ["eval", "kv"],
     ["bench", "latency"],
+    ["bench", "kernels"],
     ["train"],
 ]
 
@@ -207,7 +208,7 @@ def test_an_empty_prompt_is_refused(model, prompt):
         (["--seed", "-1"], "seed: got -1; allowed: "),
         (["--kv-cache-dtype", "int3"], "kv_cache_dtype: got 'int3'; allowed: fp32, bf16"),
         (["--device", "tpu"], "device: got 'tpu'; allowed: auto, cpu"),
-        (["--backend", "cuda"], "backend: got 'cuda'; allowed: "),
+        (["--backend", "cublas"], "backend: got 'cublas'; allowed: "),
         (["--dtype", "float16"], "dtype: got 'float16'; allowed: "),
         (["--max-model-len", "100000"], "max_model_len: got 100000; allowed: "),
         (["--stop", ""], "stop: got"),
@@ -217,10 +218,18 @@ def test_bad_values_are_refused_by_name(model, options, message):
     assert message in refusal("generate", "hat", "--model", model, *options)
 
 
-def test_an_over_long_prompt_is_refused_with_both_numbers(model):
-    message = refusal("generate", "x" * 257, "--raw", "--model", model)
-    assert "257" in message
-    assert "256" in message
+@pytest.mark.parametrize("options", [[], ["--raw"]], ids=["template", "raw"])
+def test_an_over_long_prompt_is_refused_with_both_numbers(model, options):
+    args = ("--model", model, *options)
+    short = run_json("generate", "x", *args, "--max-tokens", "1", "--json")
+    num_tokens = 256 + short["usage"]["prompt_tokens"]  # "x" is one token, and so is each more
+    message = refusal("generate", "x" * 257, *args)
+    assert message.startswith(f"prompt: got {num_tokens} tokens; allowed: 1 to 255 ")
+
+
+def test_an_over_long_conversation_is_named_as_such(model):
+    result = run("chat", "--model", model, stdin="x" * 257)
+    assert result.stderr.startswith("subten: error: messages: got ")
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path):
@@ -246,6 +255,24 @@ def test_unknown_options_and_words_are_refused_in_one_line(args, named):
     message = refusal(*args)
     assert named in message
     assert " --help`" in message
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value", "allowed"),
+    [
+        ("generate", "--max-tokens", "abc", "an integer"),
+        ("generate", "--temperature", "x", "a number"),
+        ("chat", "--max-model-len", "1.5", "an integer"),
+        ("plan", "--context-len", "", "an integer"),
+        ("bench latency", "--num-iters", "1\n2", "an integer"),
+        ("train", "--rank", "two", "an integer"),
+        ("train", "--max-seconds", "1m", "a number"),
+    ],
+)
+def test_a_value_of_another_type_is_shown_with_what_is_allowed(command, option, value, allowed):
+    message = refusal(*command.split(), option, value)
+    asked = f"{option}: got {value!r}; allowed: {allowed}"
+    assert message == f"{asked}, see `subten {command} --help`"
 
 
 def test_no_command_shows_the_help():
@@ -298,8 +325,22 @@ def test_plan_of_a_shape_and_of_a_model(model):
     assert "DOES NOT FIT" in shown.stdout
     own = run_json("plan", "--model", model, "--context-len", "64", "--json")
     assert own["kv_bytes_per_token"] == 256
+    assert own["context_len"] == 64
     assert "model, shape: got 'both'" in refusal("plan", "--model", model, "--shape", "x")
     assert "model, shape: got 'neither'" in refusal("plan")
+
+
+def test_plan_stays_within_the_context_of_the_model(model):
+    shape, own = ("plan", "--shape", "llama-3-70b"), ("plan", "--model", model)
+    for command, longest in ((shape, 8192), (own, 256)):
+        assert run_json(*command, "--json")["context_len"] == longest
+        whole = run_json(*command, "--context-len", str(longest), "--json")
+        assert whole["context_len"] == longest
+        message = refusal(*command, "--context-len", str(longest + 1))
+        allowed = f"1 to {longest}, the model's own context"
+        assert message == f"context_len: got {longest + 1}; allowed: {allowed}"
+    longer = run_json("plan", "--shape", "mixtral-8x7b", "--json")
+    assert longer["context_len"] == 8192
 
 
 def test_eval_kv_prints_a_table_and_writes_json(model, tmp_path):
@@ -316,6 +357,24 @@ def test_eval_kv_prints_a_table_and_writes_json(model, tmp_path):
     assert written["environment"]["torch"]
     assert "int4" in result.stdout
     assert "KLD 99.9 %" in result.stdout
+
+
+def test_weights_are_packed_where_it_is_asked_for(model, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat in a hat " * 5, encoding="utf-8")
+    generate = ("generate", "hat", "--model", model, "--max-tokens", "2", "--json")
+    plain, packed = (run_json(*generate, "--quantization", name) for name in ("none", "fp8"))
+    assert (plain["quantization"], packed["quantization"]) == ("none", "fp8")
+    assert packed["weight_bytes"] < plain["weight_bytes"]
+    measure = ("eval", "kv", "--model", model, "--text", str(text), "--kv-cache-dtype", "bf16")
+    measure = (*measure, "--window", "40", "--json", "-", "--quantization")
+    plain, packed = (run_json(*measure, name) for name in ("none", "fp8"))
+    assert plain["results"][0]["kld_mean"] == 0 < packed["results"][0]["kld_mean"]
+    assert packed["weight_bytes"] < packed["reference_weight_bytes"] == plain["weight_bytes"]
+    message = refusal(*generate, "--quantization", "int4")
+    assert message.startswith("quantization: got int4 for qkv of 32 inputs; allowed: none, fp8, or")
+    message = refusal(*generate, "--quantization", "int5")
+    assert message == "quantization: got 'int5'; allowed: none, fp8, int4"
 
 
 def test_eval_kv_refuses_text_that_is_not_there_or_not_text(model, tmp_path):
@@ -401,4 +460,4 @@ def test_a_request_that_fails_ends_with_code_1_and_its_reason(model, monkeypatch
 
 
 def test_codec_lists_are_split_at_commas():
-    assert cli_measure._codec_list("bf16, int4") == ["bf16", "int4"]
+    assert cli_bench.codec_list("bf16, int4") == ["bf16", "int4"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -29,9 +31,20 @@ from subten.core import (
     TokenEvent,
 )
 from subten.engine.engine import Engine
+from subten.engine.graphs import DecodeGraphs
+from subten.engine.prefill_graphs import PrefillGraphs
 from subten.engine.runner import Runner
 from subten.engine.scheduler import Scheduler
 from subten.kernels.sample import sample_torch
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["eager", "graphs"])
+def has_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test runs a second time with single tokens through the fixed inputs of graphs."""
+    monkeypatch.setattr(sys.modules[__name__], "HAS_GRAPHS", request.param)
+
+
+HAS_GRAPHS = False
 
 
 def make_engine(
@@ -46,12 +59,22 @@ def make_engine(
 ) -> Engine:
     pool = PagePool(1, num_pages, 1, FAKE_FORMAT, torch.device("cpu"))
     pool.pages_LPGB.fill_(0xFF)
+    device = torch.device("cpu")
+    model = model or ScriptedModel()
+    graphs: dict[str, Any] = {}
+    if HAS_GRAPHS:
+        settings = {
+            "sample": sample_torch,
+            "max_model_len": max_model_len,
+            "device": device,
+            "capture": lambda step: step,
+        }
+        graphs = {
+            "graphs": DecodeGraphs(model, pool, max_batch=max_num_seqs, **settings),
+            "prefill_graphs": PrefillGraphs(model, pool, **settings),
+        }
     runner = Runner(
-        model or ScriptedModel(),
-        pool,
-        sample=sample_torch,
-        vocab_size=VOCAB_SIZE,
-        device=torch.device("cpu"),
+        model, pool, sample=sample_torch, vocab_size=VOCAB_SIZE, device=device, **graphs
     )
     scheduler = Scheduler(
         PageAllocator(num_pages, enable_prefix_caching),
@@ -289,6 +312,7 @@ def test_random_numbers_depend_on_seed_and_output_index_alone() -> None:
     assert tokens_of(events["short"]) == tokens_of(events["long"])
 
 
+@pytest.mark.parametrize("has_graphs", [False], indirect=True, ids=["eager"])
 @pytest.mark.parametrize(("num_seqs", "num_calls"), [(1, 1), (5, 5), (8, 8), (9, 1)])
 def test_few_decoders_on_a_cpu_go_alone(num_seqs: int, num_calls: int) -> None:
     model = ScriptedModel()
@@ -359,6 +383,7 @@ def test_penalties_count_prompt_and_output_of_their_own_request() -> None:
         assert run(request)[request.request_id] == together[request.request_id]
 
 
+@pytest.mark.parametrize("has_graphs", [False], indirect=True, ids=["eager"])
 def test_penalties_are_dense_only_where_someone_needs_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -369,13 +394,13 @@ def test_penalties_are_dense_only_where_someone_needs_them(
         seen.append(params.prompt_mask_SV is not None)
         return sample_torch(logits_SV, params)
 
-    monkeypatch.setattr(engine._runner, "_sample", sample)
+    monkeypatch.setattr(engine.runner, "_sample", sample)
     engine.add(make_request("a", [1], max_tokens=2))
     drain(engine)
     engine.add(make_request("b", [1], max_tokens=2, presence_penalty=0.5))
     drain(engine)
     assert seen == [False, False, True, True]
-    assert engine._runner._counts == {}
+    assert engine.runner._counts == {}
 
 
 def test_ids_in_use_and_impossible_prompts_are_refused_and_not_counted() -> None:

@@ -11,9 +11,9 @@ import torch
 from conftest import assert_close
 from subten.kernels import experts as experts_module
 from subten.kernels.experts import MAX_GATHER_TOKENS, experts, experts_torch, needs_order
-from subten.kernels.experts_grouped import row_offset
 from subten.kernels.route import Routing
 from subten.kernels.triton_shim import tl, triton_jit
+from subten.kernels.weight_formats import Weight, row_offset
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -48,6 +48,7 @@ class Case:
         generator: torch.Generator,
         size: tuple[int, int, int, int, int],
         dtype: torch.dtype,
+        quantization: str = "none",
     ) -> None:
         num_tokens, num_experts, top_k, dim, hidden = size
         ids = torch.stack(
@@ -55,8 +56,9 @@ class Case:
         )
         weights = torch.rand(num_tokens, top_k, generator=generator)
         self.routing = make_routing(randn(num_tokens, dim, dtype=dtype), ids, weights, num_experts)
-        self.gate_up = randn(num_experts, 2 * hidden, dim, dtype=dtype, scale=dim**-0.5)
-        self.down = randn(num_experts, dim, hidden, dtype=dtype, scale=hidden**-0.5)
+        gate_up = randn(num_experts, 2 * hidden, dim, dtype=dtype, scale=dim**-0.5)
+        down = randn(num_experts, dim, hidden, dtype=dtype, scale=hidden**-0.5)
+        self.gate_up, self.down = (Weight.of(w, quantization) for w in (gate_up, down))
         # For half the sizes a float32 residual stream, whatever the layer's dtype.
         self.residual = randn(num_tokens, dim, dtype=dtype if num_tokens % 2 else torch.float32)
 
@@ -67,12 +69,13 @@ class Case:
         actual = self.run(op, routing)
         assert actual.dtype == self.residual.dtype
         expected = self.residual.double().clone()
+        gate_up, down = (w.dequantize().double() for w in (self.gate_up, self.down))
         spread = torch.zeros_like(expected)  # squares of the terms of each output's sum
         for t, row in enumerate(routing.topk_id_TK.tolist()):
             for k, expert in enumerate(row):
-                gate, up = (self.gate_up[expert].double() @ routing.h_TD[t].double()).chunk(2)
+                gate, up = (gate_up[expert] @ routing.h_TD[t].double()).chunk(2)
                 act = gate / (1 + (-gate).exp()) * up
-                terms = self.down[expert].double() * act * routing.topk_weight_TK[t, k].double()
+                terms = down[expert] * act * routing.topk_weight_TK[t, k].double()
                 expected[t] += terms.sum(dim=-1)
                 spread[t] += terms.square().sum(dim=-1)
         # Roundings: of the stored activation, which spread over F terms add up like their root
@@ -130,6 +133,41 @@ def test_both_paths_are_the_formula(
     generator: torch.Generator,
 ) -> None:
     case = Case(randn, generator, size, dtype)
+    case.check(experts, without_order(case.routing))
+    case.check(experts, case.routing)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+@pytest.mark.parametrize("size", [(2, 5, 3, 192, 64), (1, 4, 2, 64, 128)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("poisoned")
+def test_twin_reads_packed_weights(
+    quantization: str,
+    size: tuple[int, int, int, int, int],
+    dtype: torch.dtype,
+    randn: Callable[..., torch.Tensor],
+    generator: torch.Generator,
+) -> None:
+    case = Case(randn, generator, size, dtype, quantization)
+    case.check(experts_torch, case.routing)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+# One scale a row, several, and groups of 64 and of 128; more than one tile of rows of an expert.
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [((2, 5, 3, 192, 64), torch.float32), ((20, 2, 1, 64, 256), torch.bfloat16)],
+)
+@pytest.mark.usefixtures("poisoned")
+def test_both_paths_read_packed_weights(
+    quantization: str,
+    size: tuple[int, int, int, int, int],
+    dtype: torch.dtype,
+    randn: Callable[..., torch.Tensor],
+    generator: torch.Generator,
+) -> None:
+    case = Case(randn, generator, size, dtype, quantization)
     case.check(experts, without_order(case.routing))
     case.check(experts, case.routing)
 
@@ -203,8 +241,8 @@ def test_no_tokens(
     routing = make_routing(x, torch.ones(0, 2, dtype=torch.int64), torch.ones(0, 2), 3)
     out = op(
         routing if is_grouped else without_order(routing),
-        torch.ones(3, 32, 64, device=device),
-        torch.ones(3, 64, 16, device=device),
+        Weight.of(torch.ones(3, 32, 64, device=device)),
+        Weight.of(torch.ones(3, 64, 16, device=device)),
         residual_TD=x,
     )
     assert out.shape == (0, 64)
@@ -264,8 +302,9 @@ def test_strided_inputs(
     case = Case(randn, generator, (3, 3, 2, 32, 16), torch.float32)
     routing = case.routing if is_grouped else without_order(case.routing)
     expected = case.run(experts, routing)
-    case.gate_up = case.gate_up.permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    case.down = torch.stack([case.down, case.down], dim=-1)[..., 0]
+    gate_up, down = case.gate_up.codes, case.down.codes
+    case.gate_up = Weight.of(gate_up.permute(2, 0, 1).contiguous().permute(1, 2, 0))
+    case.down = Weight.of(torch.stack([down, down], dim=-1)[..., 0])
     case.residual = torch.cat([case.residual, case.residual], dim=1)[:, :32]
     # Other strides may change the order in which a GPU adds up some dozens of terms.
     assert_close(case.run(experts, routing), expected, 2e-5, 5e-6, "strided")
@@ -304,11 +343,11 @@ def test_experts_past_32_bits(
     routing = case.routing if is_grouped else without_order(case.routing)
     expected = case.run(experts, routing)
     gap = 2**31 + 4096
-    storage = torch.empty(gap + 8192, dtype=torch.bfloat16, device=case.down.device)
+    storage = torch.empty(gap + 8192, dtype=torch.bfloat16, device=case.down.codes.device)
     for name in ("gate_up", "down"):
-        weight = getattr(case, name)
+        weight = getattr(case, name).codes
         apart = storage.as_strided(weight.shape, (gap, *weight.stride()[1:]))
-        setattr(case, name, apart.copy_(weight))
+        setattr(case, name, Weight.of(apart.copy_(weight)))
         if name == "gate_up":
             storage = storage.new_empty(len(storage))
     assert torch.equal(case.run(experts, routing), expected)
@@ -318,8 +357,8 @@ def test_twin_passes_gradients(
     randn: Callable[..., torch.Tensor], generator: torch.Generator
 ) -> None:
     case = Case(randn, generator, (4, 3, 2, 12, 8), torch.float32)
-    leaves = [case.gate_up, case.down, case.residual]
-    leaves += [case.routing.h_TD, case.routing.topk_weight_TK]
+    gate_up, down = case.gate_up.codes, case.down.codes
+    leaves = [gate_up, down, case.residual, case.routing.h_TD, case.routing.topk_weight_TK]
     for leaf in leaves:
         leaf.requires_grad_()
     towards = randn(4, 12)
@@ -328,11 +367,11 @@ def test_twin_passes_gradients(
     weight_TE = torch.zeros(4, 3, dtype=torch.float64, device=towards.device).scatter(
         1, case.routing.topk_id_TK.long(), case.routing.topk_weight_TK.double()
     )
-    gate, up = torch.einsum("efd,td->tef", case.gate_up.double(), case.routing.h_TD.double()).chunk(
+    gate, up = torch.einsum("efd,td->tef", gate_up.double(), case.routing.h_TD.double()).chunk(
         2, dim=-1
     )
     act = gate * gate.sigmoid() * up * weight_TE[:, :, None]
-    dense: Any = case.residual.double() + torch.einsum("edf,tef->td", case.down.double(), act)
+    dense: Any = case.residual.double() + torch.einsum("edf,tef->td", down.double(), act)
     expected = torch.autograd.grad((dense * towards.double()).sum(), leaves)
     for left, right in zip(actual, expected, strict=True):
         # Tens of FP32 operations on values of a few units.

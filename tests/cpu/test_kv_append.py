@@ -45,10 +45,10 @@ def append(
     slots: list[int],
     positions: list[int] | None = None,
     **norm: Any,
-) -> None:
+) -> torch.Tensor | None:
     """Call `op` with tensors made from plain integers; positions 0, 1, ... unless given."""
     device = pages_PGB.device
-    op(
+    return op(  # type: ignore[no-any-return]
         k_TGD,
         v_TGD,
         pages_PGB,
@@ -246,6 +246,37 @@ def test_strided_inputs(randn: Randn, op: Callable[..., None]) -> None:
         append(op, k_TGD, v_TGD, pool_PLGB[:, 1], fmt, [64, 3, 1])
         assert torch.equal(pool_PLGB[:, 1], expected_PGB)
         assert (pool_PLGB[:, [0, 2]] == 0xFF).all()
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("num_heads", "has_norm"), [(4, False), (6, True), (1, True)])
+def test_queries_turn_in_the_same_launch(
+    randn: Randn, op: Callable[..., None], num_heads: int, has_norm: bool
+) -> None:
+    fmt, num_tokens = kv_format("int8", 48), 6
+    qkv_THD = randn(num_tokens, num_heads + 4, 48)
+    q_THD, k_TGD, v_TGD = qkv_THD.split((num_heads, 2, 2), dim=1)
+    norm, q_norm = {}, {}
+    if has_norm:
+        norm = {"norm_weight_D": 1 + randn(48, scale=0.3), "eps": 1e-6}
+        q_norm = {"q_norm_weight_D": 1 + randn(48, scale=0.3)}
+    # Padding (-1) stores nothing, but its queries are computed like the others.
+    slots, positions = [5, -1, 7, 70, -1, 100], [9, 0, 2, 299, 30, 1]
+    pages_PGB = make_pages(fmt, 2, 2, k_TGD.device)
+    expected_PGB = pages_PGB.clone()
+    turned = append(
+        op, k_TGD, v_TGD, pages_PGB, fmt, slots, positions, q_THD=q_THD, **q_norm, **norm
+    )
+    assert append(op, k_TGD, v_TGD, expected_PGB, fmt, slots, positions, **norm) is None
+    assert torch.equal(pages_PGB, expected_PGB)
+    # int8 is not rotated: `exact_rows` of keys are turned queries.
+    exact_THD, _ = exact_rows(
+        q_THD, q_THD, fmt, positions, q_norm.get("q_norm_weight_D"), norm.get("eps", 0.0)
+    )
+    assert turned.is_contiguous() and turned.dtype == q_THD.dtype
+    # Below 2**-20 of the row's largest value, as in `check_rows`.
+    error_TH = (turned - exact_THD).abs().amax(-1)
+    assert (error_TH <= 2**-20 * exact_THD.abs().amax(-1)).all(), error_TH
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -354,18 +354,29 @@ def test_unknown_model_is_refused_before_anything_is_allocated() -> None:
         LLM("./no-such-model", device="cpu")
 
 
-# Case S01: the context is lowered to what the pool holds, aloud, and the refusal says so.
+# Case S01: the model's own context is lowered to what the pool holds, aloud.
 def test_context_beyond_the_pool_is_lowered_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="subten"):
-        llm = scripted_llm(num_pages=2, max_model_len=256)
+        llm = scripted_llm(num_pages=2)
     assert llm.max_model_len == 128
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert warnings == ["max_model_len: 256 lowered to 128, all that 2 pages hold"]
+    assert warnings == ["max_model_len: 4096 lowered to 128, all that 2 pages hold"]
     for name in ("device", "dtype", "backend", "num_pages"):
         assert sum(r.getMessage().startswith(f"{name}: ") for r in caplog.records) == 1, name
     with pytest.raises(RequestError, match="got 200 tokens; allowed: 1 to 127"):
         llm.generate("x" * 200, GREEDY)
     assert len(llm.generate(["y" * 10] * 10, GREEDY)) == 10
+
+
+# The largest length that fits is the one that the refusal names.
+@pytest.mark.parametrize("pool", [{"num_pages": 2}, {"cpu_kv_cache_bytes": 2 * 512 + 511}])
+def test_context_asked_for_beyond_the_pool_is_refused(pool: dict[str, int]) -> None:
+    for length in (129, 4096):
+        with pytest.raises(ConfigError) as caught:
+            scripted_llm(max_model_len=length, **pool)
+        allowed = "1 to 128, all that 2 pages hold"
+        assert str(caught.value) == f"max_model_len: got {length}; allowed: {allowed}"
+    assert scripted_llm(max_model_len=128, **pool).max_model_len == 128
 
 
 def test_pool_is_sized_from_memory_and_never_beyond_use() -> None:

@@ -91,7 +91,7 @@ class TieRecorder:
 
     def __init__(self, llm: LLM) -> None:
         self.lead: dict[tuple[int, int], float] = {}
-        llm.engine._runner._sample = self
+        llm.engine.runner._sample = self
 
     def __call__(
         self, logits_SV: torch.Tensor, params: SamplingTensors

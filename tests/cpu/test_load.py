@@ -46,7 +46,9 @@ def test_slots_cover_every_weight_once(architecture: str, is_tied: bool) -> None
     decoder = Decoder(
         config, select_ops("torch", CPU), kv_format("fp32", 18), device=CPU, dtype=torch.float32
     )
-    parameters = dict(decoder.named_parameters())
+    parameters = {
+        name.removesuffix(".codes"): parameter for name, parameter in decoder.named_parameters()
+    }
     for parameter in parameters.values():
         parameter.zero_()
     for slot in family.weight_map(config).values():
@@ -76,15 +78,15 @@ def test_weights_arrive_bit_for_bit(
     attention = layer.attention
     name = "model.layers.1.self_attn"
     qkv = [tensors[f"{name}.{part}_proj.weight"] for part in "qkv"]
-    assert torch.equal(attention.qkv.weight, torch.cat(qkv))
-    assert torch.equal(attention.output.weight, tensors[f"{name}.o_proj.weight"])
+    assert torch.equal(attention.qkv.weight.codes, torch.cat(qkv))
+    assert torch.equal(attention.output.weight.codes, tensors[f"{name}.o_proj.weight"])
     assert torch.equal(loaded.model.embedding_VD, tensors["model.embed_tokens.weight"])
-    assert torch.equal(loaded.model.head_VD, tensors["lm_head.weight"])
+    assert torch.equal(loaded.model.head_VD.codes, tensors["lm_head.weight"])
     if architecture == "MixtralForCausalLM":
         expert = "model.layers.1.block_sparse_moe.experts.2"
         gate_up = [tensors[f"{expert}.{part}.weight"] for part in ("w1", "w3")]
-        assert torch.equal(layer.ffn.gate_up_EFD[2], torch.cat(gate_up))
-        assert torch.equal(layer.ffn.down_EDF[2], tensors[f"{expert}.w2.weight"])
+        assert torch.equal(layer.ffn.gate_up_EFD.codes[2], torch.cat(gate_up))
+        assert torch.equal(layer.ffn.down_EDF.codes[2], tensors[f"{expert}.w2.weight"])
     num_bytes = sum(tensor.numel() for tensor in tensors.values()) * 4
     assert loaded.weight_bytes == num_bytes
 
@@ -188,7 +190,7 @@ def test_tie_flag_and_head(
     assert loaded.config.tie_word_embeddings is not has_own_head
     assert (loaded.model.head_VD is not None) is has_own_head
     if has_own_head:
-        assert torch.equal(loaded.model.head_VD, tensors["lm_head.weight"])
+        assert torch.equal(loaded.model.head_VD.codes, tensors["lm_head.weight"])
     assert ("differs from the embedding" in caplog.text) is (is_tied and head == "different")
 
 

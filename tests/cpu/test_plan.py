@@ -6,9 +6,14 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from subten.bench import plan
+from subten.codecs import kv_format
 from subten.core import ConfigError
+from subten.kernels import select_ops
+from subten.kernels.weight_formats import WEIGHT_FORMATS
+from subten.models.decoder import Decoder
 
 MIXTRAL, QWEN3 = plan.SHAPES["mixtral-8x7b"], plan.SHAPES["qwen3-30b-a3b"]
 
@@ -23,11 +28,11 @@ def plan_of(config, bits=16.0, **workload):
     ("config", "quantization", "gigabytes"),
     [
         (MIXTRAL, "none", 25.50),
-        (MIXTRAL, "fp8", 12.75),
+        (MIXTRAL, "fp8", 12.76),
         (MIXTRAL, "int4", 6.58),
-        (QWEN3, "none", 6.08),
-        (QWEN3, "fp8", 3.06),
-        (QWEN3, "int4", 1.59),
+        (QWEN3, "none", 6.11),
+        (QWEN3, "fp8", 3.09),
+        (QWEN3, "int4", 1.61),
     ],
 )
 def test_weights_of_one_token(config, quantization, gigabytes):
@@ -110,6 +115,24 @@ def test_tied_embedding_is_held_once_and_still_read_as_the_head():
 def test_held_parameters_are_the_published_ones():
     assert math.isclose(plan.weight_bytes_held(MIXTRAL) / 2, 46.70e9, rel_tol=1e-3)
     assert math.isclose(plan.weight_bytes_held(QWEN3) / 2, 30.53e9, rel_tol=1e-3)
+
+
+@pytest.mark.parametrize("shape", plan.SHAPES)
+@pytest.mark.parametrize("quantization", WEIGHT_FORMATS)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_held_bytes_are_those_of_the_model(shape, quantization, is_tied):
+    config = replace(plan.SHAPES[shape], tie_word_embeddings=is_tied, max_model_len=64)
+    meta = torch.device("meta")
+    ops, fmt = select_ops("torch", torch.device("cpu")), kv_format("bf16", config.head_dim)
+    model = Decoder(config, ops, fmt, device=meta, dtype=torch.bfloat16, quantization=quantization)
+    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert plan.weight_bytes_held(config, quantization) == held
+
+
+def test_int4_of_inputs_that_it_cannot_take_is_refused():
+    odd = replace(MIXTRAL, d_ffn=1000)
+    with pytest.raises(ConfigError, match="quantization: got int4 for down of 1000 inputs"):
+        plan_of(odd, context_len=1, quantization="int4")
 
 
 def test_the_cache_is_held_in_whole_pages_and_decides_what_fits():

@@ -89,6 +89,14 @@ def test_sources_are_free_of(what):
     assert not hits
 
 
+def test_only_device_py_asks_for_gpus():
+    asks = re.compile(
+        r"torch\.cuda\.(is_available|device_count|current_device|set_device|mem_get_info|get_device)"
+    )
+    files = {name for name, text in sources() if asks.search(text)}
+    assert files == {"src/subten/device.py"}
+
+
 def test_texts_are_ascii_and_name_no_place_of_one_machine():
     for name, text in texts():
         odd = {c for c in text if ord(c) > 126 or (ord(c) < 32 and c not in "\n\t")}
@@ -107,18 +115,25 @@ def test_sources_say_what_they_are_and_stay_short():
             assert ast.get_docstring(ast.parse(text)), f"{name}: no docstring"
 
 
-def test_readme_tables_follow_from_the_results():
+def test_tables_follow_from_the_results():
     tables = load_tables()
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert tables.fill(readme, tables.read_results(tables.RESULTS)) == readme, "run: make tables"
-    shown = {match["name"] for match in tables.MARKED.finditer(readme)}
+    shown = set()
+    for name in tables.DOCUMENTS:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        new = tables.fill(text, tables.read_results(tables.RESULTS))
+        assert new == text, f"{name}: run: make tables"
+        shown |= {match["name"] for match in tables.MARKED.finditer(text)}
     assert shown == set(tables.TABLES)
 
 
 def test_every_result_belongs_to_a_table_and_says_where_it_is_from():
     for result in load_tables().read_results(ROOT / "benchmarks" / "results"):
-        assert result.get("kind") in ("demo", "latency", "kv_quality", "train"), result["file"]
-        if result["kind"] != "train":
+        kinds = ("demo", "latency", "kv_quality", "train")
+        records = ("decode_latency", "decode_kernels", "peer_latency")
+        assert result.get("kind") in (*kinds, *records), result["file"]
+        if result["kind"] in records:
+            assert all(result[key] for key in ("date", "gpu", "torch", "command")), result["file"]
+        elif result["kind"] != "train":
             environment = result["environment"]
             assert all(environment[key] for key in ("date", "device_name", "torch", "command"))
 

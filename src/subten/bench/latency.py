@@ -107,6 +107,7 @@ def _result(
         "itl_ms": asdict(summary.itl_ms) if summary.itl_ms else None,
         "output_tokens_per_s": num_tokens / elapsed_s,
         "peak_memory_bytes": peak_memory_bytes(llm.device.torch_device),
+        "quantization": llm.loaded.quantization,
         "weight_bytes": llm.loaded.weight_bytes,
         "dtype": str(llm.loaded.dtype).removeprefix("torch."),
         "backends": dict(llm.loaded.model.ops.backend),

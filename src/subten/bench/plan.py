@@ -20,15 +20,12 @@ from typing import Any
 
 from subten.config import ModelConfig, RopeConfig
 from subten.core import PAGE_SIZE, ConfigError, refuse
+from subten.kernels.weight_formats import check_format, packed_bytes
 
 H200_BANDWIDTH_TBPS = 4.56
 """Read-only bandwidth of one H200, measured (the roof, not a data-sheet number), in 1e12 B/s."""
 
 H200_MEMORY_BYTES = 141 * 10**9
-
-WEIGHT_BITS: Mapping[str, float] = {"none": 16.0, "fp8": 8.0, "int4": 4.125}
-"""`--quantization` to bits a weight; int4 has one FP16 scale for 128 weights. The router and the
-norms stay at 16 bits."""
 
 
 def _shape(architecture: str, num_layers: int, d_model: int, **rest: Any) -> ModelConfig:
@@ -94,29 +91,42 @@ def get_shape(name: str) -> ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerParams:
-    """Parameters of one layer by what decides how they are stored and read."""
+class LayerBytes:
+    """Bytes of one layer's weights by what decides how often they are read."""
 
-    attention: int
-    router: int
-    expert: int
+    attention: float
+    router: float
+    expert: float
     num_experts: int
-    norms: int
+    norms: float
 
 
-def layer_params(config: ModelConfig) -> LayerParams:
-    """Count one layer's parameters; a dense FFN counts as one expert that is always read."""
-    d, head = config.d_model, config.head_dim
-    attention = 2 * d * head * (config.num_heads + config.num_kv_heads)
+def layer_bytes(config: ModelConfig, quantization: str = "none") -> LayerBytes:
+    """Bytes of one layer, scales included; a dense FFN counts as one expert that is always read.
+
+    Matrices are packed, routers float32, norms and biases 2 bytes a number.
+    """
+    d, ffn = config.d_model, config.d_ffn
+    query = config.num_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
+    attention = packed_bytes(quantization, query + 2 * keys, d, name="qkv")
+    attention += packed_bytes(quantization, d, query, name="attention output")
     if config.has_qkv_bias:
-        attention += head * (config.num_heads + 2 * config.num_kv_heads)
-    return LayerParams(
+        attention += 2 * (query + 2 * keys + d)
+    expert = packed_bytes(quantization, 2 * ffn, d, name="gate_up")
+    return LayerBytes(
         attention=attention,
-        router=config.num_experts * d,
-        expert=3 * d * config.d_ffn,
+        router=4 * config.num_experts * d,
+        expert=expert + packed_bytes(quantization, d, ffn, name="down"),
         num_experts=max(config.num_experts, 1),
-        norms=2 * d + (2 * head if config.has_qk_norm else 0),
+        norms=2 * (2 * d + (2 * config.head_dim if config.has_qk_norm else 0)),
     )
+
+
+def head_bytes(config: ModelConfig, quantization: str = "none") -> float:
+    """Bytes of the head; one that is the embedding is never quantised."""
+    kept = "none" if config.tie_word_embeddings else quantization
+    return packed_bytes(kept, config.vocab_size, config.d_model, name="head")
 
 
 def experts_touched(num_experts: int, top_k: int, batch_size: int) -> float:
@@ -132,26 +142,20 @@ def experts_touched(num_experts: int, top_k: int, batch_size: int) -> float:
 
 def weight_bytes_read(config: ModelConfig, batch_size: int, quantization: str = "none") -> float:
     """Expected bytes of weights that one decode step reads; of the embedding, one row a token."""
-    bits = _weight_bits(quantization)
-    layer = layer_params(config)
+    layer = layer_bytes(config, quantization)
     touched = experts_touched(config.num_experts, config.top_k, batch_size)
-    head = config.d_model * config.vocab_size
-    quantised = config.num_layers * (layer.attention + touched * layer.expert) + head
-    plain = config.num_layers * (layer.router + layer.norms) + config.d_model * (1 + batch_size)
-    return quantised * bits / 8 + plain * 2.0
+    each = layer.attention + layer.router + layer.norms + touched * layer.expert
+    rows = 2 * config.d_model * (1 + batch_size)  # the last norm, and of the embedding
+    return config.num_layers * each + rows + head_bytes(config, quantization)
 
 
 def weight_bytes_held(config: ModelConfig, quantization: str = "none") -> float:
     """Bytes of all weights in memory: every expert, the embedding (16 bits) and the head."""
-    bits = _weight_bits(quantization)
-    layer = layer_params(config)
-    table = config.d_model * config.vocab_size
-    quantised = config.num_layers * (layer.attention + layer.num_experts * layer.expert)
-    plain = config.num_layers * (layer.router + layer.norms) + config.d_model
-    if config.tie_word_embeddings:
-        # One table serves as embedding and head, at the head's precision.
-        return (quantised + table) * bits / 8 + plain * 2.0
-    return (quantised + table) * bits / 8 + (plain + table) * 2.0
+    layer = layer_bytes(config, quantization)
+    each = layer.attention + layer.router + layer.norms + layer.num_experts * layer.expert
+    embedding = 2 * config.d_model * config.vocab_size
+    head = 0.0 if config.tie_word_embeddings else head_bytes(config, quantization)
+    return config.num_layers * each + 2 * config.d_model + embedding + head
 
 
 def kv_bytes_per_token(config: ModelConfig, bits_per_value: float) -> float:
@@ -207,7 +211,7 @@ class Workload:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise refuse(ConfigError, name, value, "a finite number above 0")
-        _weight_bits(self.quantization)
+        check_format(self.quantization)
 
 
 def make_plan(
@@ -247,9 +251,3 @@ def make_plan(
         usable_bytes=usable,
         is_fitting=held + kv_held <= usable,
     )
-
-
-def _weight_bits(quantization: str) -> float:
-    if quantization not in WEIGHT_BITS:
-        raise refuse(ConfigError, "quantization", quantization, ", ".join(WEIGHT_BITS))
-    return WEIGHT_BITS[quantization]

@@ -3,7 +3,8 @@
 The text is cut into windows that do not overlap; each is read from its first token in chunks, as
 the engine prefills, through the model's own attention over encoded pages, so that every key and
 value that a token sees has been through the codec. The first token of a window is not scored.
-All formats see the same weights and the same chunks, side by side.
+All formats see the same weights and the same chunks, side by side; the reference may have the
+weights as they were before they were quantised.
 
 Letters: W windows of a batch, C tokens of a chunk, R scored rows, V vocabulary.
 """
@@ -26,7 +27,7 @@ from subten.kernels.step import make_step
 from subten.models.decoder import Decoder
 
 REFERENCE = "bf16"
-"""KL divergences are from the model with this cache."""
+"""KL divergences are from the reference model with this cache."""
 
 LOGIT_BYTES = {"cpu": 2**28, "cuda": 2**32}
 """Most bytes that the float32 logits of one chunk may take, by device; about five such tensors
@@ -65,31 +66,39 @@ def evaluate_kv(
     *,
     codecs: Sequence[str],
     window: int,
+    reference: Decoder | None = None,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> list[CodecQuality]:
     """Measure `codecs` on a text; one entry each, in their order.
 
-    `window` tokens at most the model's context; a shorter last window is scored as well. Raises
-    ConfigError for a format that the head dimension cannot take, RequestError for too little text.
+    `window` tokens at most the model's context; a shorter last window is scored as well.
+    `reference` is the model with whose BF16 cache all are compared: `model` itself by default, the
+    unquantised weights where it is to show what quantising them costs. Raises ConfigError for a
+    format that the head dimension cannot take, RequestError for too little text.
     """
     _check(model, token_ids, codecs=codecs, window=window)
-    names = list(dict.fromkeys([REFERENCE, *codecs]))
-    probes = {name: _Probe(model, kv_format(name, model.config.head_dim)) for name in names}
+    head_dim = model.config.head_dim
+    compared = _Probe(model if reference is None else reference, kv_format(REFERENCE, head_dim))
+    rows = {name: _Probe(model, kv_format(name, head_dim)) for name in codecs}
+    if compared.weights is model and REFERENCE in rows:
+        rows[REFERENCE] = compared
+    probes = list(dict.fromkeys([compared, *rows.values()]))
     windows = [token_ids[i : i + window] for i in range(0, len(token_ids), window)]
     windows = [part for part in windows if len(part) > 1]
     rows_at_once = _rows_at_once(model)
     num_scored = sum(len(part) - 1 for part in windows)
     done = 0
     for batch in _batches(windows, rows_at_once):
-        for probe in probes.values():
+        for probe in probes:
             probe.begin(batch)
         for start, stop in _chunks(len(batch[0]), max(1, rows_at_once // len(batch))):
             _score_chunk(probes, batch, start, stop)
             done += len(batch) * (stop - start)
             progress(min(1.0, done / (num_scored + len(windows))))
-    reference = probes[REFERENCE].nll_sum
     return [
-        probes[name].result(name, num_scored=num_scored, window=window, reference_nll=reference)
+        rows[name].result(
+            name, num_scored=num_scored, window=window, reference_nll=compared.nll_sum
+        )
         for name in codecs
     ]
 
@@ -98,6 +107,7 @@ class _Probe:
     """One format at work: the model bound to it, its pages, and what was measured so far."""
 
     def __init__(self, model: Decoder, fmt: KVFormat) -> None:
+        self.weights = model
         self.model = with_format(model, fmt)
         self.fmt = fmt
         self.nll_sum = 0.0
@@ -160,7 +170,15 @@ class _Probe:
 
 def with_format(model: Decoder, fmt: KVFormat) -> Decoder:
     """The same model, its weights shared and not copied, over pages of another format."""
-    twin = Decoder(model.config, model.ops, fmt, device=torch.device("meta"), dtype=model.dtype)
+    twin = Decoder(
+        model.config,
+        model.ops,
+        fmt,
+        device=torch.device("meta"),
+        dtype=model.dtype,
+        quantization=model.quantization,
+        quantize_head=model.quantize_head,
+    )
     twin.load_state_dict(model.state_dict(), assign=True)
     twin.device = model.device
     twin.cos_sin_PD = model.cos_sin_PD
@@ -172,15 +190,15 @@ def with_format(model: Decoder, fmt: KVFormat) -> Decoder:
 
 @torch.inference_mode()
 def _score_chunk(
-    probes: dict[str, _Probe], batch: Sequence[Sequence[int]], start: int, stop: int
+    probes: Sequence[_Probe], batch: Sequence[Sequence[int]], start: int, stop: int
 ) -> None:
     """Score the tokens after [start, stop) of each window, the reference first."""
-    device = probes[REFERENCE].model.device
+    device = probes[0].model.device
     last = min(stop, len(batch[0]) - 1)
     target_R = torch.tensor([t for part in batch for t in part[start + 1 : last + 1]])
     target_R = target_R.to(device)
     reference_RV: torch.Tensor | None = None
-    for probe in probes.values():
+    for probe in probes:
         logits_RV = probe.logits(batch, start, stop)
         if last < stop:
             # The last token of a window has no successor in it.

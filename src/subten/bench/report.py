@@ -44,8 +44,8 @@ def package_version(name: str) -> str | None:
         return None
 
 
-def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a result; a NaN or an infinity in it is our bug and raises ValueError."""
+def write_json(path: Path, result: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Write a result or a list of them; a NaN or an infinity is our bug and raises ValueError."""
     text = json.dumps(result, indent=2, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -154,14 +154,22 @@ class PageAllocator:
             page_ids.append(page_id)
         return page_ids
 
-    def commit(self, page_ids: Sequence[int], token_ids: Sequence[int], *, salt: str = "") -> None:
-        """Make the full pages of a sequence known: `token_ids` lie in `page_ids` from the start.
+    def commit(
+        self,
+        page_ids: Sequence[int],
+        token_ids: Sequence[int],
+        *,
+        num_tokens: int | None = None,
+        salt: str = "",
+    ) -> None:
+        """Make the full pages of a sequence known.
 
-        Costs one hash for each page that became full since the last call.
+        The first `num_tokens` of `token_ids`, or all, lie in `page_ids` from the start. Costs one
+        hash for each page that became full since the last call, however long the sequence is.
         """
         if not self.enable_prefix_caching:
             return
-        num_full = len(token_ids) // PAGE_SIZE
+        num_full = (len(token_ids) if num_tokens is None else num_tokens) // PAGE_SIZE
         assert num_full <= len(page_ids), (num_full, len(page_ids))
         first = num_full
         while first > 0 and page_ids[first - 1] not in self._content:

@@ -63,7 +63,7 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         self.stats = EngineStats()
-        self._runner = runner
+        self.runner = runner
         self._clock = clock
         self._records: dict[str, RequestRecord] = {}
         self._pending: list[TokenEvent] = []
@@ -107,7 +107,7 @@ class Engine:
         if not batch.items:
             return []
         try:
-            tokens = self._runner.run(batch)
+            tokens = self.runner.run(batch)
         except Exception as error:
             # What the step wrote is unknown: its requests end, the others can go on.
             for item in batch.items:
@@ -182,7 +182,7 @@ class Engine:
         record.num_pages = len(sequence.page_ids)
         record.num_kv_tokens = sequence.num_computed
         self.scheduler.finish(sequence, reason, detail)
-        self._runner.forget(request_id)
+        self.runner.forget(request_id)
         del self._records[request_id]
         self.stats.num_ended[reason] += 1
         return TokenEvent(

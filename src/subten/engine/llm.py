@@ -23,6 +23,8 @@ from subten.core import (
 )
 from subten.engine.completion import Chunk, Completion, Usage
 from subten.engine.engine import Engine, RequestRecord
+from subten.engine.graphs import DecodeGraphs
+from subten.engine.prefill_graphs import PrefillGraphs
 from subten.engine.prompts import (
     Prompt,
     as_prompts,
@@ -67,6 +69,8 @@ class LLM:
         device: str = "auto",
         dtype: str = "auto",
         backend: str = "auto",
+        quantization: str = "none",
+        quantize_head: bool = True,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
@@ -74,6 +78,7 @@ class LLM:
         gpu_memory_utilization: float = 0.9,
         cpu_kv_cache_bytes: int = 256 * 2**20,
         enable_prefix_caching: bool = True,
+        enforce_eager: bool = False,
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -82,6 +87,8 @@ class LLM:
             device=device,
             dtype=dtype,
             backend=backend,
+            quantization=quantization,
+            quantize_head=quantize_head,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -89,6 +96,7 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
             cpu_kv_cache_bytes=cpu_kv_cache_bytes,
             enable_prefix_caching=enable_prefix_caching,
+            enforce_eager=enforce_eager,
             seed=seed,
         )
         self._live: dict[str, _Live] = {}
@@ -184,6 +192,8 @@ class LLM:
                 backend=config.backend,
                 kv_cache_dtype=config.kv_cache_dtype,
                 max_model_len=config.max_model_len,
+                quantization=config.quantization,
+                quantize_head=config.quantize_head,
                 progress=progress,
             )
         check_loaded(config, self.loaded)
@@ -211,8 +221,27 @@ class LLM:
             sample=self.loaded.model.ops.sample,
             vocab_size=self.model_config.vocab_size,
             device=self.device.torch_device,
+            **self._graphs(),
         )
         self.engine = Engine(scheduler, runner)
+
+    def _graphs(self) -> dict[str, Any]:
+        """CUDA graphs of the runner, where steps can be captured: torch ops wait for the device."""
+        model = self.loaded.model
+        if self.device.kind != "cuda" or self.config.enforce_eager:
+            return {}
+        if "torch" in model.ops.backend.values():
+            return {}
+        max_batch = self.config.max_num_seqs
+        settings: dict[str, Any] = {
+            "sample": model.ops.sample,
+            "max_model_len": self.max_model_len,
+            "device": self.device.torch_device,
+        }
+        return {
+            "graphs": DecodeGraphs(model, self.pool, max_batch=max_batch, **settings),
+            "prefill_graphs": PrefillGraphs(model, self.pool, **settings),
+        }
 
     def _encode(self, prompt: Prompt, params: SamplingParams, *, name: str) -> tuple[int, ...]:
         self._check_open()

@@ -47,6 +47,7 @@ def check_loaded(config: EngineConfig, loaded: LoadedModel) -> None:
         ("kv_cache_dtype", config.kv_cache_dtype, loaded.model.fmt.codec.name),
         ("device", config.device, str(loaded.model.device)),
         ("dtype", config.dtype, str(loaded.dtype).removeprefix("torch.")),
+        ("quantization", config.quantization, loaded.quantization),
         *(("backend", config.backend, backend) for backend in backends.values()),
     ]
     for name, asked, got in settings:
@@ -59,7 +60,8 @@ def resolve_limits(
 ) -> Limits:
     """Pages and context length; call it with the weights in memory.
 
-    The context length never exceeds the pool: a lower one is logged as a warning.
+    The context length never exceeds the pool: one that was asked for is refused with ConfigError,
+    the model's own is lowered with a warning.
     """
     max_model_len = config.max_model_len or model.max_model_len
     if max_model_len > model.max_model_len:
@@ -83,14 +85,13 @@ def resolve_limits(
         num_pages * page_bytes / 2**20,
         fmt.codec.name,
     )
-    if max_model_len > num_pages * PAGE_SIZE:
-        logger.warning(
-            "max_model_len: %d lowered to %d, all that %d pages hold",
-            max_model_len,
-            num_pages * PAGE_SIZE,
-            num_pages,
-        )
-        max_model_len = num_pages * PAGE_SIZE
+    capacity = num_pages * PAGE_SIZE
+    if max_model_len > capacity:
+        held = f"all that {num_pages} pages hold"
+        if config.max_model_len is not None:
+            raise refuse(ConfigError, "max_model_len", max_model_len, f"1 to {capacity}, {held}")
+        logger.warning("max_model_len: %d lowered to %d, %s", max_model_len, capacity, held)
+        max_model_len = capacity
     return Limits(num_pages=num_pages, max_model_len=max_model_len)
 
 

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 
 from subten.cache.pool import PagePool
-from subten.core import Batch, Sequence
+from subten.core import Batch, BatchItem, Sequence
+from subten.device import on_device
+from subten.engine.graphs import DecodeGraphs
+from subten.engine.prefill_graphs import PrefillGraphs
 from subten.engine.scheduler import BAD_LOGITS
 from subten.kernels.cpu_linear import FEW_ROWS
 from subten.kernels.sample import SamplingTensors
@@ -42,12 +45,20 @@ class Runner:
         sample: Callable[..., Any],
         vocab_size: int,
         device: torch.device,
+        graphs: DecodeGraphs | None = None,
+        prefill_graphs: PrefillGraphs | None = None,
     ) -> None:
+        """`graphs`, if given, serves the sequences that compute a single token.
+
+        `prefill_graphs`, if given, serves a sequence that alone computes more of them.
+        """
         self._model = model
         self._pool = pool
         self._sample = sample
         self._vocab_size = vocab_size
         self._device = device
+        self._graphs = graphs
+        self._prefill_graphs = prefill_graphs
         self._counts: dict[str, _TokenCounts] = {}
 
     @torch.inference_mode()
@@ -57,9 +68,13 @@ class Runner:
         An item whose logits are NaN or have no finite value gives BAD_LOGITS, unfinished or not.
         """
         tokens: list[int | None] = [None] * len(batch.items)
-        for group in self._groups(batch):
-            for index, token in zip(group, self._forward(batch, group), strict=True):
-                tokens[index] = token
+        groups = self._groups(batch)
+        with on_device(self._device):
+            for group in groups:
+                items = [batch.items[i] for i in group]
+                sampled = self._run_items(items, has_more=len(groups) > 1)
+                for index, token in zip(group, sampled, strict=True):
+                    tokens[index] = token
         return tokens
 
     def forget(self, request_id: str) -> None:
@@ -69,22 +84,58 @@ class Runner:
     def _groups(self, batch: Batch) -> list[list[int]]:
         """Which items, by index, share a forward pass.
 
-        On a GPU all of them. On a CPU each has its own, so that a sequence's tokens are the same,
-        bit for bit, alone and beside others: matrix products round in another way when a call has
-        other rows. That costs nothing for prefills, which keep a CPU busy alone, and little for
-        up to FEW_ROWS decoders, whose rows would go through the weights one by one anyway. More
-        decoders share a pass.
+        On a GPU all of them, less the decoders that graphs serve. On a CPU each has its own, so
+        that a sequence's tokens are the same, bit for bit, alone and beside others: matrix products
+        round in another way when a call has other rows. That costs nothing for prefills, which keep
+        a CPU busy alone, and little for up to FEW_ROWS decoders, whose rows would go through the
+        weights one by one anyway. More decoders share a pass.
         """
         indices = list(range(len(batch.items)))
+        decoders = [i for i in indices if batch.items[i].num_tokens == 1]
+        others = [i for i in indices if batch.items[i].num_tokens > 1]
+        if self._graphs is not None:
+            width = self._graphs.max_batch
+            groups = [decoders[i : i + width] for i in range(0, len(decoders), width)]
+            return [*groups, others] if others else groups
         if self._device.type != "cpu":
             return [indices] if indices else []
-        decoders = [i for i in indices if batch.items[i].num_tokens == 1]
         if len(decoders) <= FEW_ROWS:
             return [[i] for i in indices]
-        return [decoders, *([i] for i in indices if batch.items[i].num_tokens > 1)]
+        return [decoders, *([i] for i in others)]
 
-    def _forward(self, batch: Batch, group: list[int]) -> list[int | None]:
-        items = [batch.items[i] for i in group]
+    def _run_items(self, items: list[BatchItem], *, has_more: bool) -> list[int | None]:
+        if self._graphs is None:
+            sampled = self._forward(items)
+        elif all(item.num_tokens == 1 for item in items):
+            sampled = self._replay(self._graphs, items, has_more=has_more)
+        else:
+            self._graphs.drop_ahead()
+            sampled = self._prefill(items)
+        return [
+            token if item.needs_token or token == BAD_LOGITS else None
+            for item, token in zip(items, sampled, strict=True)
+        ]
+
+    def _replay(self, graphs: DecodeGraphs, items: list[BatchItem], *, has_more: bool) -> list[int]:
+        logits_SV, sampled = graphs.run(items, has_more=has_more)
+        return self._penalised(logits_SV, sampled, items)
+
+    def _penalised(
+        self, logits_SV: torch.Tensor, sampled: list[int], items: list[BatchItem]
+    ) -> list[int]:
+        """`sampled`, unless an item has penalties, which graphs do not apply."""
+        if not any(item.sequence.request.sampling.has_penalties for item in items):
+            return sampled
+        return self._choose(logits_SV, [item.sequence for item in items])
+
+    def _prefill(self, items: list[BatchItem]) -> list[int]:
+        graphs = self._prefill_graphs
+        if graphs is None or len(items) > 1 or not graphs.takes(items[0]):
+            return self._forward(items)
+        logits_SV, sampled = graphs.run(items[0])
+        return self._penalised(logits_SV, sampled, items)
+
+    def _forward(self, items: list[BatchItem]) -> list[int]:
         step = make_step(
             token_ids=[i.sequence.token_ids[i.start : i.start + i.num_tokens] for i in items],
             starts=[i.start for i in items],
@@ -92,13 +143,12 @@ class Runner:
             device=self._device,
         )
         logits_SV = self._model(step, self._pool.pages_LPGB)
-        sequences = [item.sequence for item in items]
+        return self._choose(logits_SV, [item.sequence for item in items])
+
+    def _choose(self, logits_SV: torch.Tensor, sequences: list[Sequence]) -> list[int]:
         token_S, is_ok_S = self._sample(logits_SV, self._sampling_tensors(sequences))
-        sampled = torch.where(is_ok_S, token_S, BAD_LOGITS).tolist()
-        return [
-            token if item.needs_token or token == BAD_LOGITS else None
-            for item, token in zip(items, sampled, strict=True)
-        ]
+        sampled: list[int] = torch.where(is_ok_S, token_S, BAD_LOGITS).tolist()
+        return sampled
 
     def _sampling_tensors(self, sequences: list[Sequence]) -> SamplingTensors:
         params = [sequence.request.sampling for sequence in sequences]

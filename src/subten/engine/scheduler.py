@@ -125,7 +125,7 @@ class Scheduler:
             # Only now: finite logits at its last token show that the pages before it are sound.
             if sequence.num_computed // PAGE_SIZE > item.start // PAGE_SIZE:
                 self.allocator.commit(
-                    sequence.page_ids, sequence.token_ids[: sequence.num_computed]
+                    sequence.page_ids, sequence.token_ids, num_tokens=sequence.num_computed
                 )
             if token is not None:
                 sequence.token_ids.append(token)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -11,26 +10,35 @@ from typing import Any
 import torch
 
 from subten.core import ConfigError, refuse
+from subten.kernels.cuda import runtime
 from subten.kernels.triton_shim import HAS_TRITON
 
-logger = logging.getLogger(__name__)
+BACKENDS = ("cuda", "triton", "torch")
+"""From the fastest to the one that runs everywhere; an op without a kernel in one takes the next.
+
+`cuda` is CUDA C++ for steps of few tokens; what such a kernel does not take, it hands to Triton.
+"""
+
+_TABLE: Mapping[str, tuple[str, str | None]] = {
+    "rms_norm": ("norm_rope", None),
+    "norm_rope": ("norm_rope", None),
+    "linear": ("linear", "gemv"),
+    "route": ("route", "route"),
+    "experts": ("experts", "experts"),
+    "kv_append": ("kv_append", None),
+    "attend": ("attend", "attend"),
+    "sample": ("sample", None),
+}
 
 OPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     name: {
         "torch": (f"subten.kernels.{module}", f"{name}_torch"),
         "triton": (f"subten.kernels.{module}", name),
+        **({"cuda": (f"subten.kernels.cuda.{cuda_module}", name)} if cuda_module else {}),
     }
-    for name, module in {
-        "rms_norm": "norm_rope",
-        "norm_rope": "norm_rope",
-        "route": "route",
-        "experts": "experts",
-        "kv_append": "kv_append",
-        "attend": "attend",
-        "sample": "sample",
-    }.items()
+    for name, (module, cuda_module) in _TABLE.items()
 }
-"""Op name to backend to (module, attribute); an absent backend falls to torch, logged once."""
+"""Op name to backend to (module, attribute)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +47,7 @@ class Ops:
 
     rms_norm: Callable[..., Any]
     norm_rope: Callable[..., Any]
+    linear: Callable[..., Any]
     route: Callable[..., Any]
     experts: Callable[..., Any]
     kv_append: Callable[..., Any]
@@ -48,24 +57,26 @@ class Ops:
 
 
 def select_ops(backend: str, device: torch.device) -> Ops:
-    """Pick each op's implementation: `auto` is Triton on a GPU and torch elsewhere.
+    """Pick each op's implementation: `auto` is the first of BACKENDS that `device` can run.
 
     A backend that the caller names and this machine cannot serve raises ConfigError.
     """
-    if backend not in ("auto", "torch", "triton"):
-        raise refuse(ConfigError, "backend", backend, "auto, torch, triton")
-    if backend == "triton" and not HAS_TRITON:
+    if backend not in ("auto", *BACKENDS):
+        raise refuse(ConfigError, "backend", backend, ", ".join(("auto", *BACKENDS)))
+    can_run = {"cuda": HAS_TRITON and runtime.is_available(device), "triton": HAS_TRITON}
+    if not can_run.get(backend, True):
+        needs = {"triton": "Triton", "cuda": "a CUDA GPU, Triton and the extra subten[cuda]"}
+        allowed = ", ".join(name for name in ("auto", *BACKENDS) if can_run.get(name, True))
         raise ConfigError(
-            "backend: got 'triton', but Triton is not installed; allowed: auto, torch"
+            f"backend: got {backend!r}, which needs {needs[backend]}; allowed: {allowed}"
         )
     if backend == "auto":
-        backend = "triton" if device.type == "cuda" and HAS_TRITON else "torch"
+        is_gpu = device.type == "cuda"
+        backend = next(name for name in BACKENDS if name == "torch" or (is_gpu and can_run[name]))
     chosen: dict[str, Callable[..., Any]] = {}
     served: dict[str, str] = {}
     for name, table in OPS.items():
-        served[name] = backend if backend in table else "torch"
-        if served[name] != backend:
-            logger.warning("op %s has no %s kernel: torch serves it", name, backend)
+        served[name] = next(b for b in BACKENDS[BACKENDS.index(backend) :] if b in table)
         module, attribute = table[served[name]]
         chosen[name] = getattr(importlib.import_module(module), attribute)
     assert set(chosen) == {f.name for f in fields(Ops)} - {"backend"}, chosen.keys()

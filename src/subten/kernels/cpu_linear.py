@@ -12,16 +12,15 @@ FEW_ROWS = 8
 """Rows that go one by one through the matrix-vector product.
 
 A row's bits then do not depend on how many rows share the call, so that up to 8 sequences decode
-alike alone and together. Measured on one core of an AMD EPYC (AVX2) with torch 2.13: the
-matrix-vector product reads 7-12 GB/s; from about 3 rows the float32 way below is faster (1.7 ms
-against 0.7 ms at 8 rows of [576, 1536]), which is the price of equal bits.
+alike alone and together. The weight is then read once for each row: from a few rows on the float32
+way below, which reads it once, is faster. That is the price of equal bits.
 """
 
 CHUNK_ROWS = 512
 """Weight rows converted at a time, so that the float32 copy stays in cache.
 
-Measured on the same core: [49152, 576] with 8 rows takes 27 ms in chunks, 155 ms converted whole
-(page faults of a 113 MB temporary).
+Converted whole, the head of a small model alone is a temporary of some 100 MB, whose page faults
+take far longer than the product.
 """
 
 
@@ -31,7 +30,7 @@ def cpu_linear(
     """`F.linear(x, weight, bias)`; x [..., D], weight [N, D], bias [N] -> [..., N], x's dtype.
 
     On a GPU, and in float32, it is `F.linear`. In bfloat16 on a CPU torch's own product of more
-    than a few rows falls to 0.2 GB/s of weights where AVX512-BF16 is missing: there up to
+    than a few rows is far slower than its memory where AVX512-BF16 is missing: there up to
     `FEW_ROWS` rows go one by one, and more rows as a float32 product of the weight converted in
     chunks. Sums are in float32 either way. Differentiable.
     """
@@ -58,8 +57,8 @@ def head_logits(x_TD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
 
     From 16 to 32 bfloat16 numbers are 1/8 apart, which would make ties of the likeliest tokens: so
     on a GPU, and for more than `FEW_ROWS` rows, the product never is bfloat16. For fewer rows on a
-    CPU that would cost half as much again as the reading of the weights: there a row's
-    `EXACT_TOKENS` likeliest are computed once more in float32, and the others stay rounded.
+    CPU that would add much to the reading of the weights: there a row's `EXACT_TOKENS` likeliest
+    are computed once more in float32, and the others stay rounded.
     """
     if x_TD.dtype == torch.float32:
         return F.linear(x_TD, weight_VD)
@@ -82,8 +81,7 @@ def _wide_product(x_TD: torch.Tensor, weight_ND: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled() and (x_TD.requires_grad or weight_ND.requires_grad):
         parts = [F.linear(wide_TD, weight_ND[i : i + CHUNK_ROWS].float()) for i in starts]
         return torch.cat(parts, dim=-1)
-    # One buffer for all chunks: a fresh one each time costs its page faults, which in a decode step
-    # took 54 of 122 ms a token of the demo model (two cores of an AMD EPYC, torch 2.13).
+    # One buffer for all chunks: a fresh one each time costs its page faults, chunk after chunk.
     wide_CD = torch.empty(min(CHUNK_ROWS, weight_ND.shape[0]), weight_ND.shape[1])
     out_TN = torch.empty(x_TD.shape[0], weight_ND.shape[0])
     for i in starts:

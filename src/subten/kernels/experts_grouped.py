@@ -1,7 +1,7 @@
 """The grouped path of `experts`: matrix products over tokens sorted by expert.
 
 Letters: T tokens, K experts a token, A = T * K assignments, E experts, D features, F hidden
-features of an expert (`gate_up_EFD` holds 2 * F rows, gate first).
+features of an expert (`gate_up` [E, 2 * F, D] holds gate rows first, `down` is [E, D, F]).
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import torch
 
 from subten.kernels.route import Routing
 from subten.kernels.triton_shim import tl, triton, triton_jit
+from subten.kernels.weight_formats import WEIGHT_FORMATS, Weight, load_scale, row_offset
 
 
 def grouped(
     routing: Routing,
-    gate_up_EFD: torch.Tensor,
-    down_EDF: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
     residual_TD: torch.Tensor,
     act_AF: torch.Tensor,
     out_TD: torch.Tensor,
@@ -29,15 +30,17 @@ def grouped(
     """
     num_tokens, dim = residual_TD.shape
     num_assignments, hidden = act_AF.shape
-    num_experts = gate_up_EFD.shape[0]
+    num_experts = gate_up.shape[0]
     top_k = num_assignments // num_tokens
     assert routing.order_A is not None and routing.expert_start_E1 is not None
     assert routing.order_A.shape == (num_assignments,), (routing.order_A.shape, num_assignments)
     launch = _choose_group(num_assignments, num_experts, dim, act_AF.dtype)
+    up_codes, down_codes = gate_up.storage, down.storage
     constants = {
         "DIM": dim,
         "HIDDEN": hidden,
         "NUM_EXPERTS": num_experts,
+        "LOAD_CODES": WEIGHT_FORMATS[gate_up.format].load_codes,
         # The interpreter, the only one to run these on a CPU, multiplies the bits of bfloat16.
         "WIDEN": residual_TD.device.type == "cpu",
         "EXPERTS_PAD": triton.next_power_of_2(num_experts),
@@ -51,10 +54,12 @@ def grouped(
         routing.h_TD,
         routing.expert_start_E1,
         routing.order_A,
-        gate_up_EFD,
+        up_codes,
+        up_codes if gate_up.scale is None else gate_up.scale,
         act_AF,
-        *gate_up_EFD.stride(),
+        *up_codes.stride(),
         TOP_K=top_k,
+        GROUP=gate_up.group,
         **constants,
     )
     y_AD = torch.empty(num_assignments, dim, dtype=torch.float32, device=out_TD.device)
@@ -62,9 +67,11 @@ def grouped(
         act_AF,
         routing.expert_start_E1,
         routing.order_A,
-        down_EDF,
+        down_codes,
+        down_codes if down.scale is None else down.scale,
         y_AD,
-        *down_EDF.stride(),
+        *down_codes.stride(),
+        GROUP=down.group,
         **constants,
     )
     _combine_kernel[(num_tokens, triton.cdiv(dim, launch.combine_block_d))](
@@ -116,12 +123,6 @@ def _choose_group(
 
 
 @triton_jit
-def row_offset(row: tl.tensor, stride: tl.tensor) -> tl.tensor:
-    """row * stride in 64 bits: an expert or a token may lie past 2**31 elements."""
-    return row.to(tl.int64) * stride
-
-
-@triton_jit
 def _find_tile(
     tile: tl.tensor,
     start_ptr: tl.tensor,
@@ -153,14 +154,17 @@ def _find_tile(
 #   order [A]:  | e0: p p p p | e1: p p | e3: p p p p p p |   cut into tiles of BLOCK_M rows
 #   tile (M, N): h rows gathered [BLOCK_M, D] x gate rows [BLOCK_N, D] and up rows [BLOCK_N, D]
 #
-# Bytes: 2 * F * D * itemsize once for each expert with tokens (tiles of an expert are neighbours
-# in the grid and meet in L2), A * (D + F) * itemsize of activations.
+# Codes go to the tensor cores as they are, exact in bfloat16; their scales meet the sums.
+#
+# Bytes: those of 2 * F rows of weights once for each expert with tokens (tiles of an expert are
+# neighbours in the grid and meet in L2), A * (D + F) * itemsize of activations.
 @triton_jit
 def _group_up_kernel(
     h_ptr: tl.tensor,
     start_ptr: tl.tensor,
     order_ptr: tl.tensor,
     gate_up_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
     act_ptr: tl.tensor,
     stride_e: tl.tensor,
     stride_f: tl.tensor,
@@ -169,6 +173,8 @@ def _group_up_kernel(
     DIM: tl.constexpr,
     HIDDEN: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LOAD_CODES: tl.constexpr,
     EXPERTS_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -186,22 +192,30 @@ def _group_up_kernel(
     h_row = (h_ptr + row_offset(token, DIM))[:, None]
     f = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_f = f < HIDDEN
-    gate_row = gate_up_ptr + row_offset(expert, stride_e) + row_offset(f, stride_f)[None, :]
+    gate_row = row_offset(expert, stride_e) + row_offset(f, stride_f)
     up_row = gate_row + tl.full([], HIDDEN, tl.int64) * stride_f
+    gate_at = row_offset(expert, 2 * HIDDEN) + f
     gate_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, DIM, BLOCK_K):
-        d = first + tl.arange(0, BLOCK_K)
-        inside_d = d < DIM
-        h = tl.load(h_row + d[None, :], mask=inside_p[:, None] & inside_d[None, :], other=0.0)
-        inside = inside_d[:, None] & inside_f[None, :]
-        column = row_offset(d, stride_d)[:, None]
-        gate = tl.load(gate_row + column, mask=inside, other=0.0)
-        up = tl.load(up_row + column, mask=inside, other=0.0)
+        d = (first + tl.arange(0, BLOCK_K))[None, :]
+        h = tl.load(h_row + d, mask=inside_p[:, None] & (d < DIM), other=0.0)
+        gate = LOAD_CODES(gate_up_ptr, gate_row, first, inside_f, stride_d, DIM, BLOCK_K)
+        up = LOAD_CODES(gate_up_ptr, up_row, first, inside_f, stride_d, DIM, BLOCK_K)
         if WIDEN:
-            h, gate, up = h.to(tl.float32), gate.to(tl.float32), up.to(tl.float32)
-        gate_MN = tl.dot(h, gate, acc=gate_MN, input_precision="ieee")
-        up_MN = tl.dot(h, up, acc=up_MN, input_precision="ieee")
+            h = h.to(tl.float32)
+        gate, up = tl.trans(gate.to(h.dtype)), tl.trans(up.to(h.dtype))
+        if GROUP > 0 and GROUP < DIM:
+            scale = load_scale(scale_ptr, gate_at, first, inside_f, DIM, GROUP)
+            gate_MN += tl.dot(h, gate, input_precision="ieee") * scale[None, :]
+            scale = load_scale(scale_ptr, gate_at + HIDDEN, first, inside_f, DIM, GROUP)
+            up_MN += tl.dot(h, up, input_precision="ieee") * scale[None, :]
+        else:
+            gate_MN = tl.dot(h, gate, acc=gate_MN, input_precision="ieee")
+            up_MN = tl.dot(h, up, acc=up_MN, input_precision="ieee")
+    if GROUP == DIM:
+        gate_MN *= load_scale(scale_ptr, gate_at, 0, inside_f, DIM, GROUP)[None, :]
+        up_MN *= load_scale(scale_ptr, gate_at + HIDDEN, 0, inside_f, DIM, GROUP)[None, :]
     act_MN = gate_MN / (1.0 + tl.exp(-gate_MN)) * up_MN
     act_at = act_ptr + row_offset(p, HIDDEN)[:, None] + f[None, :]
     inside = inside_p[:, None] & inside_f[None, :]
@@ -209,7 +223,7 @@ def _group_up_kernel(
 
 
 # y[order[p]] = down_e act[p], in FP32, back at the place of the assignment: rows t * K .. t * K
-# + K - 1 of y belong to token t. Bytes: D * F * itemsize for each expert with tokens, A * F *
+# + K - 1 of y belong to token t. Bytes: D rows of weights for each expert with tokens, A * F *
 # itemsize and 4 * A * D.
 @triton_jit
 def _group_down_kernel(
@@ -217,6 +231,7 @@ def _group_down_kernel(
     start_ptr: tl.tensor,
     order_ptr: tl.tensor,
     down_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
     y_ptr: tl.tensor,
     stride_e: tl.tensor,
     stride_d: tl.tensor,
@@ -224,6 +239,8 @@ def _group_down_kernel(
     DIM: tl.constexpr,
     HIDDEN: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LOAD_CODES: tl.constexpr,
     EXPERTS_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -240,17 +257,23 @@ def _group_down_kernel(
     act_row = (act_ptr + row_offset(p, HIDDEN))[:, None]
     d = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_d = d < DIM
-    down_row = down_ptr + row_offset(expert, stride_e) + row_offset(d, stride_d)[None, :]
+    down_row = row_offset(expert, stride_e) + row_offset(d, stride_d)
+    down_at = row_offset(expert, DIM) + d
     y_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, HIDDEN, BLOCK_K):
-        f = first + tl.arange(0, BLOCK_K)
-        inside_f = f < HIDDEN
-        act = tl.load(act_row + f[None, :], mask=inside_p[:, None] & inside_f[None, :], other=0.0)
-        inside = inside_f[:, None] & inside_d[None, :]
-        down = tl.load(down_row + row_offset(f, stride_f)[:, None], mask=inside, other=0.0)
+        f = (first + tl.arange(0, BLOCK_K))[None, :]
+        act = tl.load(act_row + f, mask=inside_p[:, None] & (f < HIDDEN), other=0.0)
+        down = LOAD_CODES(down_ptr, down_row, first, inside_d, stride_f, HIDDEN, BLOCK_K)
         if WIDEN:
-            act, down = act.to(tl.float32), down.to(tl.float32)
-        y_MN = tl.dot(act, down, acc=y_MN, input_precision="ieee")
+            act = act.to(tl.float32)
+        down = tl.trans(down.to(act.dtype))
+        if GROUP > 0 and GROUP < HIDDEN:
+            scale = load_scale(scale_ptr, down_at, first, inside_d, HIDDEN, GROUP)
+            y_MN += tl.dot(act, down, input_precision="ieee") * scale[None, :]
+        else:
+            y_MN = tl.dot(act, down, acc=y_MN, input_precision="ieee")
+    if GROUP == HIDDEN:
+        y_MN *= load_scale(scale_ptr, down_at, 0, inside_d, HIDDEN, GROUP)[None, :]
     a = tl.load(order_ptr + p, mask=inside_p, other=0)
     y_at = y_ptr + row_offset(a, DIM)[:, None] + d[None, :]
     tl.store(y_at, y_MN, mask=inside_p[:, None] & inside_d[None, :])

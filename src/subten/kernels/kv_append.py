@@ -1,8 +1,8 @@
 """`kv_append`: turn, encode and store the keys and values of a step's tokens, once and for good.
 
-Letters: T tokens of the step, G KV heads, D head_dim, P pages of the pool (in `pages_PGB`) or
-positions of the rotary table (in `cos_sin_PD`), B bytes of a page, N rows of a tile or a page
-(tokens).
+Letters: T tokens of the step, H query heads, G KV heads, D head_dim, P pages of the pool (in
+`pages_PGB`) or positions of the rotary table (in `cos_sin_PD`), B bytes of a page, N rows of a tile
+or a page (tokens).
 """
 
 from __future__ import annotations
@@ -32,28 +32,42 @@ def kv_append(
     rotation_DD: torch.Tensor | None = None,
     norm_weight_D: torch.Tensor | None = None,
     eps: float = 0.0,
-) -> None:
+    q_THD: torch.Tensor | None = None,
+    q_norm_weight_D: torch.Tensor | None = None,
+) -> torch.Tensor | None:
     """Write each token's K and V into its page row, encoded; one launch, in place, deterministic.
 
     K: optional RMSNorm per head (`norm_weight_D`, `eps`), then rotary embedding (half-split pairs
     (i, i + D/2)) with row `position_T` of `cos_sin_PD` float32 [positions, D], cos then sin. Both:
     times `rotation_DD` if given, then `fmt.codec`. All of it in FP32.
 
-    `k_TGD`, `v_TGD` bf16 or float32, any strides; `pages_PGB` uint8 [pages, G, fmt.page_bytes];
-    `position_T` int64; `slot_T` int64 page id * 64 + row, distinct, -1 writes nothing.
+    With `q_THD` the same launch turns the queries: the result is `norm_rope` of them with
+    `q_norm_weight_D`, else None. Tokens that write nothing have their queries turned too.
+
+    `k_TGD`, `v_TGD`, `q_THD` of one dtype, bf16 or float32, any strides; `pages_PGB` uint8
+    [pages, G, fmt.page_bytes]; `position_T` int64; `slot_T` int64 page id * 64 + row, distinct, -1
+    writes nothing.
     `rotation_DD` must be `codecs.rotation.hadamard(D)`: the kernel runs its butterfly instead of
     reading it. Wrong dtypes, devices, shapes or strides fail an assert.
     """
-    _check_append(k_TGD, v_TGD, pages_PGB, fmt, cos_sin_PD, position_T, slot_T)
+    _check_append(k_TGD, v_TGD, pages_PGB, fmt, cos_sin_PD, position_T, slot_T, q_THD)
     check_rotation(rotation_DD, fmt)
     num_tokens, num_kv_heads, head_dim = k_TGD.shape
-    if norm_weight_D is not None:
-        assert norm_weight_D.shape == (head_dim,), (norm_weight_D.shape, head_dim)
-        assert norm_weight_D.is_contiguous(), norm_weight_D.stride()
+    for weight_D in (norm_weight_D, q_norm_weight_D):
+        if weight_D is not None:
+            assert weight_D.shape == (head_dim,), (weight_D.shape, head_dim)
+            assert weight_D.is_contiguous(), weight_D.stride()
+    out_THD, num_heads = None, 0
+    if q_THD is not None:
+        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        num_heads = q_THD.shape[1]
     if num_tokens == 0:
-        return
+        return out_THD
     plan = APPEND_PLAN
-    _kv_append_kernel[(-(-num_tokens // plan.block_tokens), num_kv_heads)](
+    some = cos_sin_PD  # in place of a pointer that is not used
+    q_args = (some, 0, 0, 0, some) if q_THD is None else (q_THD, *q_THD.stride(), out_THD)
+    _kv_append_kernel[(-(-num_tokens // plan.block_tokens), num_kv_heads + num_heads)](
+        *q_args,
         k_TGD,
         *k_TGD.stride(),
         v_TGD,
@@ -65,7 +79,8 @@ def kv_append(
         cos_sin_PD.stride(0),
         position_T,
         slot_T,
-        cos_sin_PD if norm_weight_D is None else norm_weight_D,
+        some if norm_weight_D is None else norm_weight_D,
+        some if q_norm_weight_D is None else q_norm_weight_D,
         eps,
         num_tokens,
         ENCODE=fmt.codec.device_encode,
@@ -80,9 +95,13 @@ def kv_append(
         BLOCK_N=plan.block_tokens,
         PAGE=PAGE_SIZE,
         HAS_NORM=norm_weight_D is not None,
+        HAS_Q_NORM=q_norm_weight_D is not None,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
         STAGES=rotation_stages(rotation_DD),
         num_warps=plan.num_warps,
     )
+    return out_THD
 
 
 def kv_append_torch(
@@ -97,20 +116,33 @@ def kv_append_torch(
     rotation_DD: torch.Tensor | None = None,
     norm_weight_D: torch.Tensor | None = None,
     eps: float = 0.0,
-) -> None:
+    q_THD: torch.Tensor | None = None,
+    q_norm_weight_D: torch.Tensor | None = None,
+) -> torch.Tensor | None:
     """Twin of `kv_append`, and the CPU backend; any orthogonal `rotation_DD`."""
-    _check_append(k_TGD, v_TGD, pages_PGB, fmt, cos_sin_PD, position_T, slot_T)
+    _check_append(k_TGD, v_TGD, pages_PGB, fmt, cos_sin_PD, position_T, slot_T, q_THD)
     check_rotation(rotation_DD, fmt)
-    k_TGD = norm_rope_torch(
-        k_TGD.float(), cos_sin_PD, position_T, norm_weight_D=norm_weight_D, eps=eps
-    )
+    out_THD = None
+    if q_THD is not None and norm_weight_D is None and q_norm_weight_D is None:
+        # Both at once: on a CPU the calls cost more than the work.
+        both = norm_rope_torch(torch.cat([q_THD, k_TGD], dim=1).float(), cos_sin_PD, position_T)
+        out_THD, k_TGD = both.split([q_THD.shape[1], k_TGD.shape[1]], dim=1)
+        out_THD = out_THD.to(q_THD.dtype).contiguous()
+    else:
+        k_TGD = norm_rope_torch(
+            k_TGD.float(), cos_sin_PD, position_T, norm_weight_D=norm_weight_D, eps=eps
+        )
+        if q_THD is not None:
+            out_THD = norm_rope_torch(
+                q_THD, cos_sin_PD, position_T, norm_weight_D=q_norm_weight_D, eps=eps
+            )
     x_T2GD = torch.stack([k_TGD, v_TGD.float()], dim=1)
     page: int | torch.Tensor
     row: int | torch.Tensor
     if len(slot_T) == 1 and slot_T.device.type == "cpu":
         # A slice with integers is several times as fast as an index with tensors.
         if int(slot_T) < 0:
-            return
+            return out_THD
         page, row = divmod(int(slot_T), PAGE_SIZE)
     else:
         is_kept_T = slot_T >= 0
@@ -122,6 +154,7 @@ def kv_append_torch(
     for part_NB, plane_P2GNB in zip(parts, page_planes(pages_PGB, fmt), strict=True):
         if part_NB.shape[-1]:
             plane_P2GNB[page, :, :, row] = part_NB.view(*x_T2GD.shape[:3], part_NB.shape[-1])
+    return out_THD
 
 
 def page_planes(
@@ -204,8 +237,13 @@ def _check_append(
     cos_sin_PD: torch.Tensor,
     position_T: torch.Tensor,
     slot_T: torch.Tensor,
+    q_THD: torch.Tensor | None,
 ) -> None:
     num_tokens, num_kv_heads, head_dim = k_TGD.shape
+    if q_THD is not None:
+        assert q_THD.shape[::2] == (num_tokens, head_dim), (q_THD.shape, k_TGD.shape)
+        assert q_THD.dtype == k_TGD.dtype, (q_THD.dtype, k_TGD.dtype)
+        assert q_THD.device == k_TGD.device, (q_THD.device, k_TGD.device)
     assert v_TGD.shape == k_TGD.shape, (v_TGD.shape, k_TGD.shape)
     assert head_dim == fmt.head_dim, (head_dim, fmt.head_dim)
     assert k_TGD.dtype == v_TGD.dtype, (k_TGD.dtype, v_TGD.dtype)
@@ -243,20 +281,58 @@ def rotate_rows(x_ND: tl.tensor, STAGES: tl.constexpr) -> Any:
     return x_ND * (BLOCK**-0.5)
 
 
+@triton_jit
+def _turned_rows(
+    x_ptr_N: tl.tensor,
+    stride_d: tl.tensor,
+    mask_N: tl.tensor,
+    angle_ptr_N: tl.tensor,
+    norm_weight_ptr: tl.tensor,
+    eps: tl.tensor,
+    HAS_NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> Any:
+    """rope(norm(x)) of rows of one head, float32; `angle_ptr_N` at each row's cosines."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    d = tl.arange(0, BLOCK_D)
+    partner_d = tl.where(d < HALF, d + HALF, d - HALF)
+    mask_ND = mask_N[:, None] & (d < HEAD_DIM)[None, :]
+    x_ND = tl.load(x_ptr_N[:, None] + d[None, :] * stride_d, mask=mask_ND, other=0.0)
+    partner_ND = tl.load(x_ptr_N[:, None] + partner_d[None, :] * stride_d, mask=mask_ND, other=0.0)
+    x_ND, partner_ND = x_ND.to(tl.float32), partner_ND.to(tl.float32)
+    if HAS_NORM:
+        inverse_rms_N = 1.0 / tl.sqrt_rn(tl.sum(x_ND * x_ND, axis=1) / HEAD_DIM + eps)
+        weight_D = tl.load(norm_weight_ptr + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
+        partner_weight_D = tl.load(norm_weight_ptr + partner_d, mask=d < HEAD_DIM, other=0.0)
+        x_ND = x_ND * inverse_rms_N[:, None] * weight_D[None, :]
+        partner_ND = partner_ND * inverse_rms_N[:, None] * partner_weight_D.to(tl.float32)[None, :]
+    angle_ptr = angle_ptr_N[:, None] + (d % HALF)[None, :]
+    cos_ND = tl.load(angle_ptr, mask=mask_ND, other=0.0)
+    sin_ND = tl.load(angle_ptr + HALF, mask=mask_ND, other=0.0)
+    return x_ND * cos_ND + tl.where((d < HALF)[None, :], -partner_ND, partner_ND) * sin_ND
+
+
 # Per token t and KV head g, in FP32:
 #   k = rope(norm(k)) R,  v = v R,  then codec.encode -> codes, scale, zero.
-# R is the Hadamard rotation, or the identity. A program takes BLOCK_N tokens of one head, K and
-# then V, so that rotary angles, slot and page address are read once for both:
+# R is the Hadamard rotation, or the identity. A program takes BLOCK_N tokens of one head: K and
+# then V of a KV head, so that slot and page address are read once for both, or, where there are
+# queries, one query head, out = rope(norm(q)).
 #
 #   k_TGD, v_TGD            page of (slot // 64, g): | K codes | K scale | K zero | V codes | ... |
 #     [t, g, 0..D/2 | D/2..D]      row slot % 64 of each plane, written once, never read here
 #
 # Bytes: reads 2 * T * G * D elements and T * D angles (in L2 after the first head), writes
-# T * G * 2 * row bytes. The two halves of a K row are loaded twice (x and its rotary partner); the
-# second load hits L1. Launch-bound at decode (a few hundred bytes a program), so the tiling only
-# keeps one shape for all batches; not yet measured.
+# T * G * 2 * row bytes; reads and writes queries once. The two halves of a row that is turned are
+# loaded twice (x and its rotary partner); the second load hits L1. Launch-bound at decode (a few
+# hundred bytes a program), so the tiling only keeps one shape for all batches.
 @triton_jit
 def _kv_append_kernel(
+    q_ptr: tl.tensor,
+    q_stride_t: tl.tensor,
+    q_stride_h: tl.tensor,
+    q_stride_d: tl.tensor,
+    out_ptr: tl.tensor,
     k_ptr: tl.tensor,
     k_stride_t: tl.tensor,
     k_stride_g: tl.tensor,
@@ -273,6 +349,7 @@ def _kv_append_kernel(
     position_ptr: tl.tensor,
     slot_ptr: tl.tensor,
     norm_weight_ptr: tl.tensor,
+    q_norm_ptr: tl.tensor,
     eps: tl.tensor,
     num_tokens: tl.tensor,
     ENCODE: tl.constexpr,
@@ -287,39 +364,41 @@ def _kv_append_kernel(
     BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_Q_NORM: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
     tl.static_assert(HEAD_DIM % 2 == 0 and BLOCK_D >= HEAD_DIM)
-    HALF: tl.constexpr = HEAD_DIM // 2
-    head = tl.program_id(1).to(tl.int64)
     token_N = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    slot_N = tl.load(slot_ptr + token_N, mask=token_N < num_tokens, other=-1)
-    mask_N = slot_N >= 0
-    row_N = (slot_N % PAGE).to(tl.int32)
-    page_N = pages_ptr + (slot_N // PAGE) * page_stride + head * head_stride
-
+    is_token_N = token_N < num_tokens
+    position_N = tl.load(position_ptr + token_N, mask=is_token_N, other=0)
+    angle_N = cos_sin_ptr + position_N * cos_sin_stride
     d = tl.arange(0, BLOCK_D)
-    partner_d = tl.where(d < HALF, d + HALF, d - HALF)
-    mask_ND = mask_N[:, None] & (d < HEAD_DIM)[None, :]
-    k_row = k_ptr + token_N[:, None] * k_stride_t + head * k_stride_g
-    k_ND = tl.load(k_row + d[None, :] * k_stride_d, mask=mask_ND, other=0.0).to(tl.float32)
-    partner_ND = tl.load(k_row + partner_d[None, :] * k_stride_d, mask=mask_ND, other=0.0)
-    partner_ND = partner_ND.to(tl.float32)
-    if HAS_NORM:
-        inverse_rms_N = 1.0 / tl.sqrt_rn(tl.sum(k_ND * k_ND, axis=1) / HEAD_DIM + eps)
-        weight_D = tl.load(norm_weight_ptr + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
-        partner_weight_D = tl.load(norm_weight_ptr + partner_d, mask=d < HEAD_DIM, other=0.0)
-        k_ND = k_ND * inverse_rms_N[:, None] * weight_D[None, :]
-        partner_ND = partner_ND * inverse_rms_N[:, None] * partner_weight_D.to(tl.float32)[None, :]
-    position_N = tl.load(position_ptr + token_N, mask=mask_N, other=0)
-    angle = cos_sin_ptr + position_N[:, None] * cos_sin_stride + (d % HALF)[None, :]
-    cos_ND = tl.load(angle, mask=mask_ND, other=0.0)
-    sin_ND = tl.load(angle + HALF, mask=mask_ND, other=0.0)
-    k_ND = k_ND * cos_ND + tl.where((d < HALF)[None, :], -partner_ND, partner_ND) * sin_ND
-    k_ND = rotate_rows(k_ND, STAGES)
-    ENCODE(k_ND, page_N, row_N, mask_N, K_CODES, K_SCALE, K_ZERO, HEAD_DIM, BLOCK_D)
-
-    v_row = v_ptr + token_N[:, None] * v_stride_t + head * v_stride_g
-    v_ND = tl.load(v_row + d[None, :] * v_stride_d, mask=mask_ND, other=0.0).to(tl.float32)
-    v_ND = rotate_rows(v_ND, STAGES)
-    ENCODE(v_ND, page_N, row_N, mask_N, V_CODES, V_SCALE, V_ZERO, HEAD_DIM, BLOCK_D)
+    head = tl.program_id(1).to(tl.int64)
+    if head < NUM_KV_HEADS:
+        slot_N = tl.load(slot_ptr + token_N, mask=is_token_N, other=-1)
+        mask_N = slot_N >= 0
+        row_N = (slot_N % PAGE).to(tl.int32)
+        page_N = pages_ptr + (slot_N // PAGE) * page_stride + head * head_stride
+        k_N = k_ptr + token_N * k_stride_t + head * k_stride_g
+        k_ND = _turned_rows(
+            k_N, k_stride_d, mask_N, angle_N, norm_weight_ptr, eps, HAS_NORM, HEAD_DIM, BLOCK_D
+        )
+        k_ND = rotate_rows(k_ND, STAGES)
+        ENCODE(k_ND, page_N, row_N, mask_N, K_CODES, K_SCALE, K_ZERO, HEAD_DIM, BLOCK_D)
+        v_N = v_ptr + token_N * v_stride_t + head * v_stride_g
+        mask_ND = mask_N[:, None] & (d < HEAD_DIM)[None, :]
+        v_ND = tl.load(v_N[:, None] + d[None, :] * v_stride_d, mask=mask_ND, other=0.0)
+        v_ND = rotate_rows(v_ND.to(tl.float32), STAGES)
+        ENCODE(v_ND, page_N, row_N, mask_N, V_CODES, V_SCALE, V_ZERO, HEAD_DIM, BLOCK_D)
+    else:
+        head -= NUM_KV_HEADS
+        q_N = q_ptr + token_N * q_stride_t + head * q_stride_h
+        q_ND = _turned_rows(
+            q_N, q_stride_d, is_token_N, angle_N, q_norm_ptr, eps, HAS_Q_NORM, HEAD_DIM, BLOCK_D
+        )
+        out_N = out_ptr + (token_N * NUM_HEADS + head) * HEAD_DIM
+        out_mask_ND = is_token_N[:, None] & (d < HEAD_DIM)[None, :]
+        q_ND = q_ND.to(out_ptr.dtype.element_ty)
+        tl.store(out_N[:, None] + d[None, :], q_ND, mask=out_mask_ND)

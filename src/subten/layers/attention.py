@@ -1,7 +1,7 @@
 """Grouped-query attention over the paged, encoded KV cache.
 
 Letters: T tokens of the step, D model width, H query heads, G key-value heads, P pages, B bytes of
-a page; the head dimension is also D where a name says THD or TGD.
+a page; the head dimension is also D where a name says THD or TGD. N is all heads' features.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from subten.codecs import KVFormat
 from subten.config import ModelConfig
 from subten.kernels import Ops
 from subten.kernels.step import StepTensors
-from subten.layers.linear import Linear, empty_parameter
+from subten.layers.linear import Linear, WeightSpec
 
 
 class Attention(nn.Module):
-    """Project, rotate, append to the pages, attend, project back.
+    """Norm and project, rotate, append to the pages, attend, project back onto the residual.
 
     q, k and v are rows of one matrix, in that order. `q_norm_D` and `k_norm_D` are the per-head
     RMSNorm weights of models that have them.
@@ -29,8 +29,7 @@ class Attention(nn.Module):
         *,
         ops: Ops,
         fmt: KVFormat,
-        device: torch.device | str,
-        dtype: torch.dtype,
+        spec: WeightSpec,
     ) -> None:
         super().__init__()
         assert fmt.head_dim == config.head_dim, (fmt.head_dim, config.head_dim)
@@ -41,44 +40,46 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
         self.norm_eps = config.norm_eps
-        num_rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        num_query = config.num_heads * config.head_dim
+        num_rows = num_query + 2 * config.num_kv_heads * config.head_dim
+        has_bias = config.has_qkv_bias
         self.qkv = Linear(
-            config.d_model, num_rows, has_bias=config.has_qkv_bias, device=device, dtype=dtype
+            config.d_model, num_rows, ops=ops, spec=spec, name="qkv", has_bias=has_bias
         )
         self.output = Linear(
-            config.num_heads * config.head_dim,
+            num_query,
             config.d_model,
-            has_bias=config.has_qkv_bias,
-            device=device,
-            dtype=dtype,
+            ops=ops,
+            spec=spec,
+            name="attention output",
+            has_bias=has_bias,
         )
         self.q_norm_D: nn.Parameter | None = None
         self.k_norm_D: nn.Parameter | None = None
         if config.has_qk_norm:
-            self.q_norm_D = empty_parameter(config.head_dim, device=device, dtype=dtype)
-            self.k_norm_D = empty_parameter(config.head_dim, device=device, dtype=dtype)
+            self.q_norm_D = spec.empty(config.head_dim)
+            self.k_norm_D = spec.empty(config.head_dim)
 
     def forward(
         self,
-        h_TD: torch.Tensor,
+        x_TD: torch.Tensor,
+        norm_weight_D: torch.Tensor,
         step: StepTensors,
         *,
         pages_PGB: torch.Tensor,
         cos_sin_PD: torch.Tensor,
         rotation_DD: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention of the normed tokens h_TD [T, d_model] -> [T, d_model], without residual.
+        """Residual stream x_TD [T, d_model] -> the same, attention of its normed tokens added.
 
         Writes this step's keys and values, encoded, into this layer's `pages_PGB`.
         """
-        num_tokens = h_TD.shape[0]
-        qkv_THD = self.qkv(h_TD).view(num_tokens, -1, self.head_dim)
+        num_tokens = x_TD.shape[0]
+        qkv_TN = self.qkv(x_TD, norm_weight_K=norm_weight_D, eps=self.norm_eps)
+        qkv_THD = qkv_TN.view(num_tokens, -1, self.head_dim)
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q_THD, k_TGD, v_TGD = qkv_THD.split(heads, dim=1)
-        q_THD = self.ops.norm_rope(
-            q_THD, cos_sin_PD, step.position_T, norm_weight_D=self.q_norm_D, eps=self.norm_eps
-        )
-        self.ops.kv_append(
+        q_THD = self.ops.kv_append(
             k_TGD,
             v_TGD,
             pages_PGB,
@@ -89,8 +90,11 @@ class Attention(nn.Module):
             rotation_DD=rotation_DD,
             norm_weight_D=self.k_norm_D,
             eps=self.norm_eps,
+            q_THD=q_THD,
+            q_norm_weight_D=self.q_norm_D,
         )
         out_THD = self.ops.attend(
             q_THD, pages_PGB, self.fmt, step, scale=self.scale, rotation_DD=rotation_DD
         )
-        return self.output(out_THD.reshape(num_tokens, -1))  # type: ignore[no-any-return]
+        out_TN = out_THD.reshape(num_tokens, -1)
+        return self.output(out_TN, residual_TN=x_TD)  # type: ignore[no-any-return]

@@ -16,6 +16,7 @@ from subten.core import PAGE_SIZE, ConfigError, RequestError, refuse
 from subten.kernels import select_ops
 from subten.kernels.step import StepTensors, make_step
 from subten.layers.decoder_layer import DecoderLayer
+from subten.layers.linear import WeightSpec
 from subten.layers.rope import cos_sin_table
 
 
@@ -82,15 +83,16 @@ class FusedMoEQuantizedAttention(nn.Module):
 
     On a GPU the steps are Triton kernels: norm with router, selection and expert order in one
     launch; rotary embedding, encoding and page write in one; the experts with their weighted sum
-    and residual. On a CPU the same steps run in torch. `backend` auto, torch or triton.
+    and residual. On a CPU the same steps run in torch. `backend` auto, cuda, triton or torch.
 
     Weights start random, like those of `nn.Linear` normal with a variance of 1 / inputs; put your
-    own in with `load_state_dict`: `layer.attention.qkv.weight` [(num_heads + 2 * num_kv_heads) *
-    head_dim, d_model], rows in the order q, k, v; `layer.attention.output.weight` [d_model,
-    num_heads * head_dim]; `layer.attention_norm_D`, `layer.ffn_norm_D` [d_model];
-    `layer.ffn.gate_ED` float32 [num_experts, d_model]; `layer.ffn.gate_up_EFD` [num_experts,
-    2 * d_ffn, d_model], gate rows first; `layer.ffn.down_EDF` [num_experts, d_model, d_ffn]. The
-    block is for inference: no gradient passes through it.
+    own in with `load_state_dict`: `layer.attention.qkv.weight.codes` [(num_heads + 2 *
+    num_kv_heads) * head_dim, d_model], rows in the order q, k, v;
+    `layer.attention.output.weight.codes` [d_model, num_heads * head_dim]; `layer.attention_norm_D`,
+    `layer.ffn_norm_D` [d_model]; `layer.ffn.gate_ED` float32 [num_experts, d_model];
+    `layer.ffn.gate_up_EFD.codes` [num_experts, 2 * d_ffn, d_model], gate rows first;
+    `layer.ffn.down_EDF.codes` [num_experts, d_model, d_ffn]. The block is for inference: no
+    gradient passes through it.
 
     `head_dim` defaults to d_model / num_heads; `max_len` is the longest context that a cache may
     have; `device` and `dtype` are where and in what the block lives, for good. Raises ConfigError,
@@ -151,7 +153,7 @@ class FusedMoEQuantizedAttention(nn.Module):
         self.fmt = kv_format(kv_cache_dtype, head_dim)
         ops = select_ops(backend, self.device)
         self.layer = DecoderLayer(
-            self.config, ops=ops, fmt=self.fmt, device=self.device, dtype=dtype
+            self.config, ops=ops, fmt=self.fmt, spec=WeightSpec(device=self.device, dtype=dtype)
         )
         self.cos_sin_PD = cos_sin_table(
             self.config.rope, head_dim=head_dim, max_len=max_len, device=self.device

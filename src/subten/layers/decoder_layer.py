@@ -14,7 +14,7 @@ from subten.config import ModelConfig
 from subten.kernels import Ops
 from subten.kernels.step import StepTensors
 from subten.layers.attention import Attention
-from subten.layers.linear import empty_parameter
+from subten.layers.linear import WeightSpec
 from subten.layers.mlp import MLP
 from subten.layers.moe import MoE
 
@@ -22,26 +22,16 @@ from subten.layers.moe import MoE
 class DecoderLayer(nn.Module):
     """Attention, then a dense or routed feed-forward network, each added to the residual stream."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        ops: Ops,
-        fmt: KVFormat,
-        device: torch.device | str,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, ops: Ops, fmt: KVFormat, spec: WeightSpec) -> None:
         super().__init__()
-        self.ops = ops
-        self.norm_eps = config.norm_eps
-        self.attention_norm_D = empty_parameter(config.d_model, device=device, dtype=dtype)
-        self.ffn_norm_D = empty_parameter(config.d_model, device=device, dtype=dtype)
-        self.attention = Attention(config, ops=ops, fmt=fmt, device=device, dtype=dtype)
+        self.attention_norm_D = spec.empty(config.d_model)
+        self.ffn_norm_D = spec.empty(config.d_model)
+        self.attention = Attention(config, ops=ops, fmt=fmt, spec=spec)
         self.ffn: MoE | MLP
         if config.is_moe:
-            self.ffn = MoE(config, ops=ops, device=device, dtype=dtype)
+            self.ffn = MoE(config, ops=ops, spec=spec)
         else:
-            self.ffn = MLP(config, ops=ops, device=device, dtype=dtype)
+            self.ffn = MLP(config, ops=ops, spec=spec)
 
     def forward(
         self,
@@ -53,8 +43,12 @@ class DecoderLayer(nn.Module):
         rotation_DD: torch.Tensor | None,
     ) -> torch.Tensor:
         """Residual stream x_TD [T, d_model] -> the same after this layer; appends to its pages."""
-        h_TD = self.ops.rms_norm(x_TD, self.attention_norm_D, eps=self.norm_eps)
-        x_TD = x_TD + self.attention(
-            h_TD, step, pages_PGB=pages_PGB, cos_sin_PD=cos_sin_PD, rotation_DD=rotation_DD
+        x_TD = self.attention(
+            x_TD,
+            self.attention_norm_D,
+            step,
+            pages_PGB=pages_PGB,
+            cos_sin_PD=cos_sin_PD,
+            rotation_DD=rotation_DD,
         )
         return self.ffn(x_TD, self.ffn_norm_D)  # type: ignore[no-any-return]

@@ -1,14 +1,38 @@
-"""A linear layer that follows the CPU policy for bfloat16.
+"""A linear layer: a weight in its format, perhaps a bias, and the op that multiplies by it.
 
-Letters: T tokens, D inputs, N outputs.
+Letters: T tokens, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
-from subten.kernels.cpu_linear import cpu_linear
+from subten.kernels import Ops
+from subten.kernels.weight_formats import Weight
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightSpec:
+    """Where and how the weights of a model are stored.
+
+    `dtype` is that of norms, biases, activations and unquantised matrices, `quantization` a name in
+    WEIGHT_FORMATS for the matrices of attention and feed-forward networks.
+    """
+
+    device: torch.device | str
+    dtype: torch.dtype
+    quantization: str = "none"
+
+    def empty(self, *shape: int) -> nn.Parameter:
+        """Uninitialised plain numbers of `dtype`."""
+        return empty_parameter(*shape, device=self.device, dtype=self.dtype)
+
+    def weight(self, *shape: int, name: str) -> Weight:
+        """An uninitialised matrix, or stack of matrices, [..., N, K]; `name` stands in errors."""
+        return Weight(shape, self.quantization, device=self.device, dtype=self.dtype, name=name)
 
 
 def empty_parameter(*shape: int, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
@@ -17,21 +41,37 @@ def empty_parameter(*shape: int, device: torch.device | str, dtype: torch.dtype)
 
 
 class Linear(nn.Module):
-    """x_TD -> x @ weight_ND.T + bias_N; the weight is [out, in], uninitialised."""
+    """residual + bias + h @ weight.T, h the input or its RMSNorm; the weight is [N, K]."""
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
         *,
+        ops: Ops,
+        spec: WeightSpec,
+        name: str,
         has_bias: bool = False,
-        device: torch.device | str,
-        dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.weight = empty_parameter(out_features, in_features, device=device, dtype=dtype)
-        self.bias = empty_parameter(out_features, device=device, dtype=dtype) if has_bias else None
+        self.ops = ops
+        self.weight = spec.weight(out_features, in_features, name=name)
+        self.bias = spec.empty(out_features) if has_bias else None
 
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """x_TD [T, in] -> [T, out], in x's dtype."""
-        return cpu_linear(x_TD, self.weight, self.bias)
+    def forward(
+        self,
+        x_TK: torch.Tensor,
+        *,
+        norm_weight_K: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual_TN: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x_TK [T, K] -> [T, N], in the residual's dtype or the layer's; see `kernels.linear`."""
+        return self.ops.linear(  # type: ignore[no-any-return]
+            x_TK,
+            self.weight,
+            bias_N=self.bias,
+            norm_weight_K=norm_weight_K,
+            eps=eps,
+            residual_TN=residual_TN,
+        )

@@ -11,7 +11,7 @@ from torch import nn
 from subten.config import ModelConfig
 from subten.kernels import Ops
 from subten.kernels.experts import needs_order
-from subten.layers.linear import empty_parameter
+from subten.layers.linear import WeightSpec, empty_parameter
 
 
 class MoE(nn.Module):
@@ -21,9 +21,7 @@ class MoE(nn.Module):
     the third digit must not become a tie.
     """
 
-    def __init__(
-        self, config: ModelConfig, *, ops: Ops, device: torch.device | str, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, ops: Ops, spec: WeightSpec) -> None:
         super().__init__()
         self.ops = ops
         self.norm_eps = config.norm_eps
@@ -31,11 +29,11 @@ class MoE(nn.Module):
         self.norm_topk_prob = config.norm_topk_prob
         self.routed_scaling_factor = config.routed_scaling_factor
         num_experts, d_model, d_ffn = config.num_experts, config.d_model, config.d_ffn
-        self.gate_ED = empty_parameter(num_experts, d_model, device=device, dtype=torch.float32)
-        self.gate_up_EFD = empty_parameter(
-            num_experts, 2 * d_ffn, d_model, device=device, dtype=dtype
+        self.gate_ED = empty_parameter(
+            num_experts, d_model, device=spec.device, dtype=torch.float32
         )
-        self.down_EDF = empty_parameter(num_experts, d_model, d_ffn, device=device, dtype=dtype)
+        self.gate_up_EFD = spec.weight(num_experts, 2 * d_ffn, d_model, name="gate_up of experts")
+        self.down_EDF = spec.weight(num_experts, d_model, d_ffn, name="down of experts")
 
     def forward(self, x_TD: torch.Tensor, norm_weight_D: torch.Tensor) -> torch.Tensor:
         """Residual stream x_TD [T, d_model] -> the same, the routed sum added."""

@@ -6,6 +6,8 @@ tables), L layers, P pages (positions in `cos_sin_PD`), G key-value heads, B byt
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,15 +18,19 @@ from subten.config import ModelConfig
 from subten.kernels import Ops
 from subten.kernels.cpu_linear import head_logits
 from subten.kernels.step import StepTensors
+from subten.kernels.weight_formats import Weight
 from subten.layers.decoder_layer import DecoderLayer
-from subten.layers.linear import empty_parameter
+from subten.layers.linear import WeightSpec
 from subten.layers.rope import cos_sin_table
 
 
 class Decoder(nn.Module):
     """A decoder of any family, its weights allocated on `device` and filled by the loader.
 
-    `fmt` is the KV format of every layer's pages. Run it under `torch.inference_mode()`.
+    `fmt` is the KV format of every layer's pages. `quantization` is the format of the matrices of
+    attention and feed-forward networks, and with `quantize_head` of a head that is not the
+    embedding; embedding, norms, biases and routers are as they are. Run it under
+    `torch.inference_mode()`.
     """
 
     def __init__(
@@ -35,6 +41,8 @@ class Decoder(nn.Module):
         *,
         device: torch.device,
         dtype: torch.dtype,
+        quantization: str = "none",
+        quantize_head: bool = True,
     ) -> None:
         super().__init__()
         self.config = config
@@ -42,19 +50,19 @@ class Decoder(nn.Module):
         self.fmt = fmt
         self.device = device
         self.dtype = dtype
-        self.embedding_VD = empty_parameter(
-            config.vocab_size, config.d_model, device=device, dtype=dtype
-        )
+        self.quantization = quantization
+        self.quantize_head = quantize_head
+        plain = WeightSpec(device=device, dtype=dtype)
+        spec = replace(plain, quantization=quantization)
+        self.embedding_VD = plain.empty(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, ops=ops, fmt=fmt, device=device, dtype=dtype)
-            for _ in range(config.num_layers)
+            DecoderLayer(config, ops=ops, fmt=fmt, spec=spec) for _ in range(config.num_layers)
         )
-        self.norm_D = empty_parameter(config.d_model, device=device, dtype=dtype)
-        self.head_VD: nn.Parameter | None = None
+        self.norm_D = plain.empty(config.d_model)
+        self.head_VD: Weight | None = None
         if not config.tie_word_embeddings:
-            self.head_VD = empty_parameter(
-                config.vocab_size, config.d_model, device=device, dtype=dtype
-            )
+            head = spec if quantize_head else plain
+            self.head_VD = head.weight(config.vocab_size, config.d_model, name="head")
         self.cos_sin_PD = cos_sin_table(
             config.rope, head_dim=config.head_dim, max_len=config.max_model_len, device=device
         )
@@ -80,6 +88,11 @@ class Decoder(nn.Module):
                 rotation_DD=self.rotation_DD,
             )
         x_SD = x_TD if all_rows else x_TD[step.logit_row_S]
-        h_SD = self.ops.rms_norm(x_SD, self.norm_D, eps=self.config.norm_eps)
-        head_VD = self.embedding_VD if self.head_VD is None else self.head_VD
+        eps = self.config.norm_eps
+        if self.head_VD is not None and self.head_VD.format != "none":
+            return self.ops.linear(  # type: ignore[no-any-return]
+                x_SD, self.head_VD, norm_weight_K=self.norm_D, eps=eps, out_dtype=torch.float32
+            )
+        h_SD = self.ops.rms_norm(x_SD, self.norm_D, eps=eps)
+        head_VD = self.embedding_VD if self.head_VD is None else self.head_VD.codes
         return head_logits(h_SD, head_VD)

@@ -63,7 +63,10 @@ class DenseModel:
     """A frozen Llama-family model on one device in one dtype, layer by layer."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        weights = {name: tensor.detach() for name, tensor in loaded.model.named_parameters()}
+        weights = {
+            name.removesuffix(".codes"): tensor.detach()
+            for name, tensor in loaded.model.named_parameters()
+        }
         self.config = loaded.config
         self.shape = DenseShape.from_config(loaded.config)
         self.dtype = loaded.dtype

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from subten.core import ConfigError
+from subten.device import gpu_name
 from subten.train import evaluate
 from subten.train.config import TrainConfig
 from subten.train.data import Rows
@@ -282,7 +283,7 @@ def _new_report(config: TrainConfig, world: World) -> dict[str, Any]:
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": _command(),
         "versions": _versions(),
-        "device": torch.cuda.get_device_name(world.device) if is_gpu else "cpu",
+        "device": gpu_name(world.device) if is_gpu else "cpu",
         "world_size": world.size,
         "config": config.to_shareable(),
         "timings": {},

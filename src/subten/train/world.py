@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from subten.core import ConfigError
-from subten.device import detect
+from subten.device import detect, has_gpu, use_gpu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +52,11 @@ def join_world(device: str) -> World:
         return World(rank=0, size=1, device=detect(device).torch_device)
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device: got {device!r}; allowed under torchrun: auto, cpu, cuda")
-    is_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    is_gpu = device == "cuda" or (device == "auto" and has_gpu())
     name = f"cuda:{os.environ['LOCAL_RANK']}" if is_gpu else "cpu"
     place = detect(name).torch_device
     if is_gpu:
-        torch.cuda.set_device(place)
+        use_gpu(place)
     # The first process tokenises and writes conversations while the others wait.
     timeout = datetime.timedelta(minutes=60)
     dist.init_process_group("nccl" if is_gpu else "gloo", timeout=timeout)

@@ -6,8 +6,8 @@ tensors stream one at a time into parameters that are allocated once.
 
 from __future__ import annotations
 
+import functools
 import logging
-import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +20,7 @@ from subten.codecs import kv_format
 from subten.config import ModelConfig
 from subten.core import CheckpointError, ConfigError, refuse
 from subten.kernels import select_ops
+from subten.kernels.weight_formats import Index, Weight, check_format
 from subten.models import read_config
 from subten.models.config_reader import ConfigReader
 from subten.models.decoder import Decoder
@@ -65,7 +66,7 @@ class Checkpoint(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """A model ready to run; `weight_bytes` counts its parameters, `tokenizer` is None without one.
+    """A model ready to run; `weight_bytes` counts its weights as packed, `tokenizer` may be None.
 
     `config` is as resolved: its `eos_token_ids` unite those of config.json, generation_config.json
     and the tokenizer, its `tie_word_embeddings` says whether the head is the embedding.
@@ -77,6 +78,7 @@ class LoadedModel:
     name: str
     weight_bytes: int
     dtype: torch.dtype
+    quantization: str = "none"
 
 
 def load_model(
@@ -87,20 +89,26 @@ def load_model(
     backend: str,
     kv_cache_dtype: str,
     max_model_len: int | None = None,
+    quantization: str = "none",
+    quantize_head: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
     """Load `model`: a folder (config.json, safetensors), a .gguf file, or a hub name owner/name.
 
     `dtype` is bfloat16, float32, or auto, which is bfloat16 whatever the checkpoint holds: it has
     float32's exponent range, so that no weight overflows, and half the bytes. `max_model_len` may
-    shorten the model's own context, never stretch it. `progress(done, total)` is called with the
-    number of weights (elements) in place after each tensor. Raises CheckpointError for a
-    checkpoint that is missing, damaged or not what its config says, ConfigError for a setting.
+    shorten the model's own context, never stretch it. `quantization` none, fp8 or int4 is the
+    format of the matrices of attention and feed-forward networks, and with `quantize_head` of a
+    head that is not the embedding: tensors are packed one at a time as they are read.
+    `progress(done, total)` is called with the number of weights (elements) in place after each
+    tensor. Raises CheckpointError for a checkpoint that is missing, damaged or not what its config
+    says, ConfigError for a setting.
     """
     checkpoint, source = open_checkpoint(model)
     family, config = read_config(checkpoint.config, source=source)
     config = _shorten(config, max_model_len)
     fmt = kv_format(kv_cache_dtype, config.head_dim)
+    check_format(quantization)
     config = _settle_head(checkpoint, config, source)
     slots = family.weight_map(config)
     _check_names(checkpoint, slots, config, source)
@@ -108,26 +116,36 @@ def load_model(
     tokenizer = checkpoint.tokenizer()
     config = _settle_eos(checkpoint, config, tokenizer)
     ops, torch_dtype = select_ops(backend, device), _resolve_dtype(dtype)
+    new_decoder = functools.partial(
+        Decoder,
+        config,
+        ops,
+        fmt,
+        dtype=torch_dtype,
+        quantization=quantization,
+        quantize_head=quantize_head,
+    )
     try:
-        decoder = Decoder(config, ops, fmt, device=device, dtype=torch_dtype)
+        decoder = new_decoder(device=device)
     except torch.OutOfMemoryError as error:
-        num_weights = sum(math.prod(slot.shape) for slot in slots.values())
+        num_bytes = _weight_bytes(new_decoder(device=torch.device("meta")))
         raise ConfigError(
             f"device: got {device}, whose free memory does not hold the model's "
-            f"{num_weights * torch_dtype.itemsize / 1e9:.1f} GB of weights; free some, or use "
-            "a smaller model"
+            f"{num_bytes / 1e9:.1f} GB of weights; free some, or use a smaller model"
+            + (" or quantization fp8 or int4" if quantization == "none" else "")
         ) from error
     _fill(decoder, checkpoint, slots, progress)
     _warn_of_key_bias(decoder, source)
-    weight_bytes = sum(p.numel() * p.element_size() for p in decoder.parameters())
+    weight_bytes = _weight_bytes(decoder)
     logger.info(
-        "loaded %s: %s, %d layers, %.1f MB of weights in %s%s on %s, %s cache",
+        "loaded %s: %s, %d layers, %.1f MB of weights in %s%s%s on %s, %s cache",
         model,
         config.architecture,
         config.num_layers,
         weight_bytes / 1e6,
         str(decoder.dtype).removeprefix("torch."),
         " (dtype auto)" if dtype == "auto" else "",
+        "" if quantization == "none" else f", matrices in {quantization}",
         device,
         kv_cache_dtype,
     )
@@ -138,7 +156,12 @@ def load_model(
         name=model,
         weight_bytes=weight_bytes,
         dtype=decoder.dtype,
+        quantization=quantization,
     )
+
+
+def _weight_bytes(decoder: Decoder) -> int:
+    return sum(p.numel() * p.element_size() for p in decoder.parameters())
 
 
 def open_checkpoint(model: str) -> tuple[Checkpoint, str]:
@@ -288,20 +311,26 @@ def _fill(
     slots: Mapping[str, WeightSlot],
     progress: Callable[[int, int], None] | None,
 ) -> None:
-    parameters = dict(decoder.named_parameters())
-    total = sum(parameter.numel() for parameter in parameters.values())
+    plain = dict(decoder.named_parameters())
+    packed = {name: m for name, m in decoder.named_modules() if isinstance(m, Weight)}
+    inside = {f"{name}.{part}" for name in packed for part in ("codes", "scale")}
+    total = sum(weight.numel() for weight in packed.values())
+    total += sum(weight.numel() for name, weight in plain.items() if name not in inside)
     done = 0
     for name in checkpoint.names:
         if name not in slots:
             continue
         slot = slots[name]
-        target: torch.Tensor = parameters[slot.parameter]
-        if slot.expert is not None:
-            target = target[slot.expert]
+        values = checkpoint.tensor(name)
+        index: Index = () if slot.expert is None else (slot.expert,)
         if slot.rows is not None:
-            target = target[slot.rows[0] : slot.rows[1]]
-        target.copy_(checkpoint.tensor(name).view(target.shape))
-        done += target.numel()
+            index = (*index, slice(*slot.rows))
+        if slot.parameter in packed:
+            packed[slot.parameter].copy_(index, values, name=f"{_where(checkpoint, name)}: {name}")
+        else:
+            target = plain[slot.parameter][index]
+            target.copy_(values.view(target.shape))
+        done += values.numel()
         if progress is not None:
             progress(done, total)
     assert done == total, (done, total)

@@ -1,0 +1,235 @@
+"""Times decode attention of whole models, op by op: CUDA and Triton, every codec, on one GPU.
+
+    python benchmarks/attend_bench.py
+    python benchmarks/attend_bench.py --shape qwen3-30b-a3b --codec int4 --context 32768 \
+        --ops cuda --plan 33,8,8,4 --plan 33,8,16,2
+
+A case is one CUDA graph of a call per layer, each layer with pages of its own, shuffled. L2 is
+overwritten before each replay, and the time is between two events around it, so the launch of the
+graph is inside. One JSON line a case:
+
+    us_per_layer, ms          median over replays of the whole graph, per layer and in all
+    kv_bytes                  bytes of pages that all layers together must read
+    tb_s, roof_share          kv_bytes / time, and its share of the read-only roof of this run
+    error                     largest difference between the op and Triton's, on the last layer
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from subten.bench.roof import measure_roof
+from subten.codecs import KVFormat, kv_format
+from subten.codecs.rotation import hadamard
+from subten.core import PAGE_SIZE
+from subten.kernels import attend as triton_attend
+from subten.kernels.cuda import attend as cuda_attend
+from subten.kernels.cuda.attend import STRUCTS, DecodePlan, plan_decode, slice_bytes
+from subten.kernels.step import StepTensors, make_step
+
+HEAD_DIM = 128
+FLUSH_BYTES = 2**28
+"""Five times the L2 of an H200."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What attention sees of a model."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+
+
+SHAPES = {
+    "mixtral-8x7b": Shape(num_layers=32, num_heads=32, num_kv_heads=8),
+    "qwen3-30b-a3b": Shape(num_layers=48, num_heads=32, num_kv_heads=4),
+}
+
+WORKLOADS = ((1, 1024), (1, 8192), (1, 32768), (1, 131072), (32, 8192))
+"""Batch size and tokens in the cache of each sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """All layers of one shape at one workload, in one codec; pages are filled with values."""
+
+    fmt: KVFormat
+    layers: list[torch.Tensor]
+    step: StepTensors
+    queries: list[torch.Tensor]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes that one step must read."""
+        num_rows = int(self.step.kv_len_S.sum()) * self.layers[0].shape[1] * len(self.layers)
+        return 2 * num_rows * self.fmt.row.total
+
+    def calls(self, op: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        """One call a layer."""
+        device = self.queries[0].device
+        rotation_DD = hadamard(HEAD_DIM, device) if self.fmt.codec.is_rotated else None
+        return [
+            op(q, pages, self.fmt, self.step, scale=HEAD_DIM**-0.5, rotation_DD=rotation_DD)
+            for q, pages in zip(self.queries, self.layers, strict=True)
+        ]
+
+
+def make_case(
+    memory: torch.Tensor, shape: Shape, codec: str, *, batch_size: int, context: int
+) -> Case:
+    """Lay out and fill the pages of a case in `memory`."""
+    fmt = kv_format(codec, HEAD_DIM)
+    pages_each = -(-context // PAGE_SIZE)
+    num_pages = batch_size * pages_each
+    layer_shape = (shape.num_layers, num_pages, shape.num_kv_heads, fmt.page_bytes)
+    pool = memory[: math.prod(layer_shape)].view(layer_shape)
+    fill(pool, fmt)
+    ids = torch.randperm(num_pages).view(batch_size, pages_each).tolist()
+    step = make_step(
+        token_ids=[[0]] * batch_size,
+        starts=[context - 1] * batch_size,
+        page_ids=ids,
+        device=memory.device,
+    )
+    q_shape = (batch_size, shape.num_heads, HEAD_DIM)
+    queries = [
+        torch.randn(q_shape, device=memory.device).bfloat16() for _ in range(shape.num_layers)
+    ]
+    return Case(fmt=fmt, layers=list(pool), step=step, queries=queries)
+
+
+def fill(pool: torch.Tensor, fmt: KVFormat) -> None:
+    """Random rows of unit size: BF16 values, or random codes with a scale to match."""
+    if fmt.codec.name == "bf16":
+        pool.view(torch.bfloat16).normal_()
+        return
+    pool.view(torch.int64).random_()
+    step_size = {"fp8": 1.0, "int8": 1 / 64, "int4": 1 / 4}[fmt.codec.name]
+    zero = {"fp8": 0.0, "int8": -2.0, "int4": -2.0}[fmt.codec.name]
+    for at, value in (
+        (fmt.k_scale, step_size),
+        (fmt.v_scale, step_size),
+        (fmt.k_zero, zero),
+        (fmt.v_zero, zero),
+    ):
+        row_bytes = fmt.row.scale if at in (fmt.k_scale, fmt.v_scale) else fmt.row.zero
+        pool[..., at : at + PAGE_SIZE * row_bytes].view(torch.bfloat16).fill_(value)
+    if fmt.codec.name == "fp8":
+        for at in (fmt.k_codes, fmt.v_codes):
+            # Bit 6 off: no NaN, and values below 2.
+            pool[..., at : at + PAGE_SIZE * fmt.row.codes].bitwise_and_(0xBF)
+
+
+def time_graph(run: Callable[[], Any], flush: torch.Tensor, num_replays: int) -> float:
+    """Median seconds of a replay of `run`, captured, with L2 overwritten before each."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(num_replays + 2):
+        flush.fill_(1)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3)
+    return float(median(times[2:]))
+
+
+def measure(
+    args: argparse.Namespace, memory: torch.Tensor, flush: torch.Tensor, roof: float
+) -> Iterator[dict[str, Any]]:
+    """Every case that the arguments ask for."""
+    plans: list[DecodePlan | None] = [parse_plan(text) for text in args.plan] or [None]
+    for name in args.shape:
+        shape = SHAPES[name]
+        for batch_size, context in WORKLOADS:
+            if context not in args.context or batch_size not in args.batch:
+                continue
+            for codec in args.codec:
+                case = make_case(memory, shape, codec, batch_size=batch_size, context=context)
+                expected = case.calls(triton_attend.attend)[-1] if "triton" in args.ops else None
+                for op_name, plan in [(op, plan) for op in args.ops for plan in plans]:
+                    if op_name == "triton" and plan is not plans[0]:
+                        continue
+                    op: Callable[..., torch.Tensor] = triton_attend.attend
+                    if op_name == "cuda":
+                        plan = plan or plan_decode(
+                            num_sms=torch.cuda.get_device_properties(0).multi_processor_count,
+                            num_sequences=batch_size,
+                            num_kv_heads=shape.num_kv_heads,
+                        )
+                        plan.check(shape.num_heads // shape.num_kv_heads, slice_bytes(case.fmt))
+                        op = functools.partial(cuda_attend.attend, plan=plan, pdl=args.pdl)
+                    error = None
+                    if expected is not None and op_name == "cuda":
+                        error = float((case.calls(op)[-1] - expected).abs().max())
+                    run = functools.partial(case.calls, op)
+                    seconds = time_graph(run, flush, args.num_replays)
+                    yield {
+                        "shape": name,
+                        "op": op_name,
+                        "codec": codec,
+                        "batch": batch_size,
+                        "context": context,
+                        "us_per_layer": round(seconds * 1e6 / shape.num_layers, 2),
+                        "ms": round(seconds * 1e3, 4),
+                        "kv_bytes": case.kv_bytes,
+                        "tb_s": round(case.kv_bytes / seconds / 1e12, 3),
+                        "roof_share": round(case.kv_bytes / seconds / roof, 3),
+                        "error": error,
+                        "plan": asdict(plan) if op_name == "cuda" and plan else None,
+                        "pdl": args.pdl and op_name == "cuda",
+                    }
+
+
+def parse_plan(text: str) -> DecodePlan:
+    """`splits,min_slices,warps,stages`."""
+    num_splits, min_slices, num_warps, num_stages = (int(part) for part in text.split(","))
+    return DecodePlan(
+        num_splits=num_splits, min_slices=min_slices, num_warps=num_warps, num_stages=num_stages
+    )
+
+
+def main() -> None:
+    """Measure the roof, then the cases, each printed as it comes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--codec", nargs="+", choices=STRUCTS, default=list(STRUCTS))
+    parser.add_argument("--context", nargs="+", type=int, default=[n for _, n in WORKLOADS])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 32])
+    parser.add_argument("--ops", nargs="+", choices=("cuda", "triton"), default=["cuda", "triton"])
+    parser.add_argument(
+        "--plan", action="append", default=[], help="splits,min_slices,warps,stages"
+    )
+    parser.add_argument("--pdl", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--num-replays", type=int, default=9)
+    args = parser.parse_args()
+    device = torch.device("cuda", 0)
+    roof = measure_roof(device)
+    print(json.dumps({"roof_tb_s": round(roof.tb_s, 3), "how": roof.how}), flush=True)
+    # The largest case that is asked for, in its widest codec.
+    tokens = max(b * n for b, n in WORKLOADS if b in args.batch and n in args.context)
+    num_rows = max(SHAPES[s].num_layers * SHAPES[s].num_kv_heads for s in args.shape) * tokens
+    widest = max(kv_format(codec, HEAD_DIM).page_bytes for codec in args.codec)
+    memory = torch.empty(num_rows // PAGE_SIZE * widest, dtype=torch.uint8, device=device)
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    for record in measure(args, memory, flush, roof.bytes_per_s):
+        print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""What a captured step needs: fixed inputs that the host fills, and the capture itself.
+
+Letters: S sequences of the step, T its tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from subten.core import PAGE_SIZE, Sequence
+from subten.engine.scheduler import BAD_LOGITS
+from subten.kernels.sample import SamplingTensors
+
+Step = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""Runs a step on what the fixed inputs hold: logits_SV float32, token_S and sampled_S int64.
+
+`sampled_S` is `token_S`, or BAD_LOGITS where a row cannot be sampled.
+"""
+
+
+def capture_cuda_graph(step: Step) -> Step:
+    """Record `step` as a CUDA graph; the result replays it and returns the same three tensors.
+
+    Runs `step` before, as kernels compile and workspaces come to be at their first launch.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = step()
+
+    def replay() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        graph.replay()
+        return outputs
+
+    return replay
+
+
+MIN_KV_BUCKET = 1024
+"""Tokens of the shortest bucket of KV lengths; each further one is four times as long."""
+
+
+def kv_bucket(kv_len: int, max_model_len: int) -> int:
+    """The KV length that a graph for `kv_len` is captured for, in whole pages."""
+    bucket = MIN_KV_BUCKET
+    while bucket < kv_len:
+        bucket *= 4
+    return min(bucket, math.ceil(max_model_len / PAGE_SIZE) * PAGE_SIZE)
+
+
+SAMPLING_LAYOUT = {
+    "temperature_S": "float32",
+    "top_k_S": "int32",
+    "top_p_S": "float32",
+    "min_p_S": "float32",
+    "seed_S": "int64",
+    "index_S": "int64",
+}
+"""Inputs of `sample` without penalties, by the names of `SamplingTensors`."""
+
+
+def fill_sampling(
+    host: Mapping[str, np.ndarray[Any, Any]], row: int, sequence: Sequence, index: int
+) -> None:
+    """Say how `row` is sampled: as output token `index` of `sequence`."""
+    params = sequence.request.sampling
+    host["temperature_S"][row] = params.temperature
+    host["top_k_S"][row] = params.top_k
+    host["top_p_S"][row] = params.top_p
+    host["min_p_S"][row] = params.min_p
+    host["seed_S"][row] = sequence.request.seed
+    host["index_S"][row] = index
+
+
+def sample_step(
+    logits_SV: torch.Tensor, sample: Callable[..., Any], inputs: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The end of a step: what `Step` returns."""
+    params = SamplingTensors(**{name: inputs[name] for name in SAMPLING_LAYOUT})
+    token_S, is_ok_S = sample(logits_SV, params)
+    return logits_SV, token_S, torch.where(is_ok_S, token_S, BAD_LOGITS)
+
+
+class Event:
+    """A point in the device's queue of work; on a CPU, where nothing is queued, no point at all."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def record(self) -> None:
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+Layout = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Array name to dtype and shape."""
+
+
+class Inputs:
+    """Named arrays on the device that one copy fills from the host.
+
+    The host's memory is pinned, so that a copy is queued without waiting, and there are two blocks
+    of it: one is filled while the copy of the other may still be on its way.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        num_bytes = sum(_array_bytes(*kind) for kind in layout.values())
+        self._blocks = []
+        for _ in range(2):
+            block = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            views = _views(block, layout)
+            arrays = {name: view.numpy() for name, view in views.items()}
+            self._blocks.append((block, arrays, Event(device)))
+        self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.device = _views(self._device, layout)
+
+    def next_host(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Arrays that no copy reads any more, for the next `upload`."""
+        self._blocks.reverse()
+        _, arrays, copied = self._blocks[0]
+        copied.wait()
+        return arrays
+
+    def upload(self) -> None:
+        """Queue the copy of what `next_host` gave."""
+        block, _, copied = self._blocks[0]
+        self._device.copy_(block, non_blocking=True)
+        copied.record()
+
+
+class PageTable:
+    """The page table on the device; a row is copied only when its pages have changed."""
+
+    def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._host = torch.zeros(num_rows, max_pages, dtype=torch.int32, pin_memory=is_cuda)
+        self._array = self._host.numpy()
+        self._copied = Event(device)
+        self._pages: list[list[int]] = [[] for _ in range(num_rows)]
+        self.device = self._host.to(device, copy=True)
+
+    def set_row(self, row: int, page_ids: list[int]) -> None:
+        """Make `row` list `page_ids`; what lies beyond them is left as it was, and never read."""
+        if self._pages[row] == page_ids:
+            return
+        self._copied.wait()
+        self._pages[row] = list(page_ids)
+        self._array[row, : len(page_ids)] = page_ids
+        self.device[row].copy_(self._host[row], non_blocking=True)
+        self._copied.record()
+
+
+def _views(block: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
+    """The arrays of `layout`, one after another in `block` uint8."""
+    views, start = {}, 0
+    for name, (dtype, shape) in layout.items():
+        size = np.dtype(dtype).itemsize * math.prod(shape)
+        views[name] = block[start : start + size].view(getattr(torch, dtype)).view(shape)
+        start += _array_bytes(dtype, shape)
+    return views
+
+
+def _array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of an array, up to the next multiple of 128: each starts at a line of its own."""
+    return -(-np.dtype(dtype).itemsize * math.prod(shape) // 128) * 128

@@ -1,0 +1,143 @@
+"""Prompt chunks as CUDA graphs: a chunk of a few hundred tokens is bound by launches, not by work.
+
+Letters: T tokens of the chunk, Q query tiles, S sequences (here 1), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from subten.cache.pool import PagePool
+from subten.core import PAGE_SIZE, BatchItem
+from subten.engine.graph_inputs import (
+    SAMPLING_LAYOUT,
+    Inputs,
+    PageTable,
+    Step,
+    capture_cuda_graph,
+    fill_sampling,
+    kv_bucket,
+    sample_step,
+)
+from subten.kernels.step import QUERY_TILE, StepTensors
+
+CHUNK_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+"""Tokens that chunks are padded to: at most a third of a chunk above 64 is padding."""
+
+
+class PrefillGraphs:
+    """Chunks of one sequence, up to CHUNK_SIZES[-1] tokens.
+
+    A size and bucket of KV lengths is captured when it occurs the second time: a capture costs
+    about three chunks, and a prompt that comes alone should not pay for others. Padding tokens have
+    slot -1 and no query tile: they touch no page, and nothing reads what becomes of them.
+    """
+
+    def __init__(
+        self,
+        model: Callable[[StepTensors, torch.Tensor], torch.Tensor],
+        pool: PagePool,
+        *,
+        sample: Callable[..., Any],
+        max_model_len: int,
+        device: torch.device,
+        capture: Callable[[Step], Step] = capture_cuda_graph,
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._sample = sample
+        self._capture = capture
+        self._max_model_len = max_model_len
+        self._seen: set[tuple[int, int]] = set()
+        self._replays: dict[tuple[int, int], Step] = {}
+        most = CHUNK_SIZES[-1]
+        self._inputs = Inputs(
+            {
+                "token_id_T": ("int64", (most,)),
+                "position_T": ("int64", (most,)),
+                "slot_T": ("int64", (most,)),
+                "logit_row_S": ("int64", (1,)),
+                "kv_len_S": ("int32", (1,)),
+                "query_start_S1": ("int32", (2,)),
+                "tile_seq_Q": ("int32", (most // QUERY_TILE,)),
+                **{name: (dtype, (1,)) for name, dtype in SAMPLING_LAYOUT.items()},
+            },
+            device,
+        )
+        self._page_table = PageTable(1, math.ceil(max_model_len / PAGE_SIZE), device)
+        self._tile_start_Q = torch.arange(0, most, QUERY_TILE, dtype=torch.int32, device=device)
+
+    def takes(self, item: BatchItem) -> bool:
+        """Whether `run` serves this chunk; False when its size and bucket occur the first time."""
+        if not 1 < item.num_tokens <= CHUNK_SIZES[-1]:
+            return False
+        key = self._key(item)
+        is_known = key in self._seen
+        self._seen.add(key)
+        return is_known
+
+    def run(self, item: BatchItem) -> tuple[torch.Tensor, list[int]]:
+        """Logits_SV of the chunk's last token, until the next run, and the sampled id.
+
+        BAD_LOGITS stands for logits that cannot be sampled. Penalties are not applied.
+        """
+        key = self._key(item)
+        replay = self._replays.get(key)
+        if replay is None:
+            # The step runs before its capture: on padding, which no live page notices.
+            self._fill(None, key[0])
+            replay = self._replays[key] = self._capture(lambda: self._step(*key))
+        self._fill(item, key[0])
+        logits_SV, _, sampled_S = replay()
+        return logits_SV, sampled_S.tolist()
+
+    def _key(self, item: BatchItem) -> tuple[int, int]:
+        size = CHUNK_SIZES[bisect.bisect_left(CHUNK_SIZES, item.num_tokens)]
+        return size, kv_bucket(item.start + item.num_tokens, self._max_model_len)
+
+    def _step(self, size: int, bucket: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        inputs = self._inputs.device
+        step = StepTensors(
+            token_id_T=inputs["token_id_T"][:size],
+            position_T=inputs["position_T"][:size],
+            slot_T=inputs["slot_T"][:size],
+            page_table_SP=self._page_table.device,
+            kv_len_S=inputs["kv_len_S"],
+            query_start_S1=inputs["query_start_S1"],
+            tile_seq_Q=inputs["tile_seq_Q"][: size // QUERY_TILE],
+            tile_start_Q=self._tile_start_Q[: size // QUERY_TILE],
+            logit_row_S=inputs["logit_row_S"],
+            max_kv_len=bucket,
+            max_query_len=size,
+        )
+        logits_SV = self._model(step, self._pool.pages_LPGB)
+        return sample_step(logits_SV, self._sample, inputs)
+
+    def _fill(self, item: BatchItem | None, size: int) -> None:
+        host = self._inputs.next_host()
+        num_tokens = 0 if item is None else item.num_tokens
+        for name, padding in (("token_id_T", 0), ("position_T", 0), ("slot_T", -1)):
+            host[name][num_tokens:size] = padding
+        num_tiles = -(-num_tokens // QUERY_TILE)
+        host["tile_seq_Q"][:num_tiles] = 0
+        host["tile_seq_Q"][num_tiles:] = -1
+        host["query_start_S1"][:] = (0, num_tokens)
+        host["logit_row_S"][0] = max(0, num_tokens - 1)
+        host["kv_len_S"][0] = 0
+        if item is not None:
+            sequence, end = item.sequence, item.start + num_tokens
+            pages = sequence.page_ids
+            host["token_id_T"][:num_tokens] = sequence.token_ids[item.start : end]
+            host["position_T"][:num_tokens] = range(item.start, end)
+            host["slot_T"][:num_tokens] = [
+                pages[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE for i in range(item.start, end)
+            ]
+            host["kv_len_S"][0] = end
+            fill_sampling(host, 0, sequence, sequence.num_output)
+            self._page_table.set_row(0, pages)
+        self._inputs.upload()

@@ -1,0 +1,223 @@
+"""`attend` on CUDA for decode steps: one query token a sequence, split pages, one launch.
+
+Letters: T tokens, H query heads, G KV heads, D head_dim, P pages of the pool, B bytes of a page,
+Z splits. `attend.cu` draws the tiles.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from subten.codecs import KVFormat
+from subten.core import PAGE_SIZE
+from subten.device import detect
+from subten.kernels import attend as triton_attend
+from subten.kernels.cuda import runtime
+from subten.kernels.kv_append import check_rotation, rotation_stages
+from subten.kernels.step import StepTensors
+
+STRUCTS: Mapping[str, str] = {"bf16": "KvBf16", "fp8": "KvFp8", "int8": "KvInt8", "int4": "KvInt4"}
+"""Codec to its struct in `attend_codecs.cuh`; other codecs go to Triton."""
+
+HEAD_DIMS = (64, 128)
+
+MAX_GROUP = 16
+"""Query heads of one KV head: two tiles of 8 columns of the tensor cores' B operand."""
+
+MAX_SPLITS = 64
+"""The merge keeps the weights of two splits in each lane."""
+
+MAX_PAIRS = 16384
+"""Pairs of a sequence and a KV head that have a counter; more go to Triton."""
+
+MAX_SHARED_BYTES = 210 * 1024
+"""Dynamic shared memory of a block on sm_90: 227 KiB, less what the kernel declares (16.3 KiB)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SliceBytes:
+    """A slice, the keys that a warp takes at once, as `Part` of `attend_codecs.cuh` lays it out."""
+
+    keys: int
+    stage_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodePlan:
+    """Launch choices of one call.
+
+    A sequence of n slices is cut into ceil(n / max(min_slices, ceil(n / num_splits))) splits, each
+    a block of `num_warps` warps per KV head; a warp has `num_stages` stages, each K or V of one
+    slice, 4 KiB or a little more. Everything but `num_stages` decides the order of sums.
+    """
+
+    num_splits: int
+    min_slices: int
+    num_warps: int = 8
+    num_stages: int = 4
+
+    def check(self, group: int, slice_bytes: SliceBytes) -> None:
+        """Assert what the kernel relies on."""
+        assert 1 <= self.num_splits <= MAX_SPLITS and self.min_slices >= 1, self
+        assert 1 <= self.num_warps <= (16 if group <= 8 else 8), (self, group)
+        # Two stages are the least that the warps' sums fit into at the end.
+        assert self.num_stages >= 2, self
+        assert self.shared_bytes(slice_bytes) <= MAX_SHARED_BYTES, (self, slice_bytes)
+
+    def shared_bytes(self, slice_bytes: SliceBytes) -> int:
+        """Dynamic shared memory of a block: the rings of its warps."""
+        num_bytes = self.num_warps * self.num_stages * slice_bytes.stage_bytes
+        # Above 48 KiB, declared memory included, a kernel must be allowed to: the launch asks for
+        # that where the dynamic part alone is above.
+        return num_bytes if num_bytes <= 31 * 1024 else max(num_bytes, 48 * 1024 + 16)
+
+
+def plan_decode(*, num_sms: int, num_sequences: int, num_kv_heads: int) -> DecodePlan:
+    """Choose splits by the number of pairs of a sequence and a KV head; first guesses.
+
+    Three tiers: splits that give every SM one block at batch 1; four splits; none. Within a tier
+    the split of a sequence depends on its own length alone, so its result does too. Blocks that
+    outnumber the SMs get three stages, so that two of them fit one SM.
+    """
+    pairs = num_sequences * num_kv_heads
+    if pairs <= num_sms // 2:
+        num_splits = max(1, min(MAX_SPLITS, num_sms // num_kv_heads))
+    else:
+        num_splits = 4 if pairs < 4 * num_sms else 1
+    num_warps = 8
+    return DecodePlan(
+        num_splits=num_splits,
+        min_slices=num_warps,
+        num_warps=num_warps,
+        num_stages=4 if pairs * num_splits <= num_sms else 3,
+    )
+
+
+def slice_bytes(fmt: KVFormat) -> SliceBytes:
+    """Keys of a slice and bytes of a stage: codes, padding between quarters, metadata, barrier."""
+    keys = min(PAGE_SIZE, 4096 // fmt.row.codes)
+    padding = 0 if fmt.codec.name == "int4" else 4 * 32
+    barrier_at = -(-(keys * fmt.row.total + padding) // 8) * 8
+    return SliceBytes(keys=keys, stage_bytes=-(-(barrier_at + 8) // 16) * 16)
+
+
+def attend(
+    q_THD: torch.Tensor,
+    pages_PGB: torch.Tensor,
+    fmt: KVFormat,
+    step: StepTensors,
+    *,
+    scale: float,
+    rotation_DD: torch.Tensor | None = None,
+    plan: DecodePlan | None = None,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """`subten.kernels.attend.attend` in one CUDA launch, for steps of single tokens.
+
+    Codecs, head dims, groups and dtypes that the kernel does not take, and steps with more than
+    one token of a sequence, go to Triton. `plan` and `pdl` (programmatic dependent launch) are for
+    measuring. Launches on one device must follow one another: they share counters, which return to
+    zero; the first one, outside of any graph capture, allocates them.
+
+    Rounding is as there: rotated q and P * V scale to bfloat16, and codes not at all.
+    """
+    if not suits(q_THD, pages_PGB, fmt, step):
+        return triton_attend.attend(
+            q_THD, pages_PGB, fmt, step, scale=scale, rotation_DD=rotation_DD
+        )
+    num_kv_heads = triton_attend._check_attend(q_THD, pages_PGB, fmt, step)
+    check_rotation(rotation_DD, fmt)
+    rotation_stages(rotation_DD)
+    num_tokens, num_heads, head_dim = q_THD.shape
+    num_tiles, group = len(step.tile_seq_Q), num_heads // num_kv_heads
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    if num_tiles == 0 or num_tokens == 0:
+        return out_THD
+    if plan is None:
+        plan = plan_decode(
+            num_sms=_num_sms(q_THD.device), num_sequences=num_tiles, num_kv_heads=num_kv_heads
+        )
+    layout = slice_bytes(fmt)
+    plan.check(group, layout)
+    max_slices = -(-step.max_kv_len // layout.keys)
+    grid_splits = max(1, min(plan.num_splits, -(-max_slices // plan.min_slices)))
+    part, part_stats = None, None
+    if grid_splits > 1:
+        num_parts = num_tiles * num_heads * plan.num_splits
+        part = torch.empty(num_parts, head_dim, dtype=torch.float32, device=q_THD.device)
+        part_stats = torch.empty(num_parts, 2, dtype=torch.float32, device=q_THD.device)
+    runtime.launch(
+        "attend.cu",
+        f"attend_kernel<{STRUCTS[fmt.codec.name]}, {head_dim}, {1 if group <= 8 else 2}>",
+        (grid_splits, num_kv_heads, num_tiles),
+        32 * plan.num_warps,
+        (
+            q_THD,
+            *(ctypes.c_int64(stride) for stride in q_THD.stride()),
+            pages_PGB,
+            ctypes.c_int64(pages_PGB.stride(0)),
+            ctypes.c_int64(pages_PGB.stride(1)),
+            step.page_table_SP,
+            ctypes.c_int64(step.page_table_SP.stride(0)),
+            step.position_T,
+            step.kv_len_S,
+            step.tile_seq_Q,
+            step.tile_start_Q,
+            out_THD,
+            part,
+            part_stats,
+            _counters(q_THD.device),
+            scale * math.log2(math.e),
+            group,
+            plan.num_splits,
+            plan.min_slices,
+            plan.num_stages,
+        ),
+        device=q_THD.device,
+        shared_bytes=plan.shared_bytes(layout),
+        pdl=pdl,
+    )
+    return out_THD
+
+
+def suits(q_THD: torch.Tensor, pages_PGB: torch.Tensor, fmt: KVFormat, step: StepTensors) -> bool:
+    """Whether the kernel takes this call."""
+    num_heads, head_dim = q_THD.shape[1:]
+    num_kv_heads = pages_PGB.shape[1]
+    return (
+        step.max_query_len == 1
+        and q_THD.dtype == torch.bfloat16
+        and fmt.codec.name in STRUCTS
+        and head_dim in HEAD_DIMS
+        and num_heads <= MAX_GROUP * num_kv_heads
+        and len(step.tile_seq_Q) * num_kv_heads <= MAX_PAIRS
+        # Bulk copies move multiples of 16 bytes between multiples of 16.
+        and pages_PGB.data_ptr() % 16 == 0
+        and pages_PGB.stride(0) % 16 == 0
+        and pages_PGB.stride(1) % 16 == 0
+        and _has_bulk_copies(q_THD.device)
+    )
+
+
+@functools.cache
+def _has_bulk_copies(device: torch.device) -> bool:
+    return device.type != "cuda" or (detect(str(device)).capability or (0, 0)) >= (9, 0)
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    return detect(str(device)).num_sms
+
+
+@functools.cache
+def _counters(device: torch.device) -> torch.Tensor:
+    """How many splits of each pair have arrived; zero between launches."""
+    is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    assert not is_capturing, "the first attend on a device must run outside of graph capture"
+    return torch.zeros(MAX_PAIRS, dtype=torch.int32, device=device)

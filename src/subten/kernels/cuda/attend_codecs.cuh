@@ -1,0 +1,225 @@
+// What a KV codec's pages look like to attend.cu: decoding of codes, and where bytes lie.
+//
+// Letters as there: D channels of a head, N keys of a slice. Lane = 4 * g + t, as in `mma`.
+#ifndef SUBTEN_ATTEND_CODECS_CUH
+#define SUBTEN_ATTEND_CODECS_CUH
+
+#include "attend_device.cuh"
+
+#define PAGE_KEYS 64
+
+// A codec turns words of codes into A fragments. Word w of a K row holds channels that `mma` number
+// `step` of that row takes: 4 a lane. Word w of a V row, with the same word of three other keys,
+// gives VALUE_STEPS fragments of 2 channels (x in row g, y in row g + 8) and 4 keys.
+
+// A word is 2 channels.
+struct KvBf16 {
+    static constexpr int BITS = 16, VALUE_STEPS = 1, HALF_MIDDLE = 0;
+    static constexpr bool HAS_SCALE = false, HAS_ZERO = false, IS_ROTATED = false;
+    static constexpr bool CAN_BE_NAN = true;
+    static constexpr float OFFSET = 0.0f;
+
+    static INLINE void key_pairs(u32 (&a)[4], const u32* low, const u32* high, int step) {
+        a[0] = low[2 * step];
+        a[1] = high[2 * step];
+        a[2] = low[2 * step + 1];
+        a[3] = high[2 * step + 1];
+    }
+    static INLINE int key_word(int step, int i) { return 2 * step + i / 2; }
+    static INLINE int key_channel(int byte, int, int i, int) { return byte / 2 + i % 2; }
+
+    static INLINE void value_pairs(u32 (&a)[1][4], const u32 (&ab)[2], const u32 (&cd)[2]) {
+        a[0][0] = ab[0];
+        a[0][1] = ab[1];
+        a[0][2] = cd[0];
+        a[0][3] = cd[1];
+    }
+    static INLINE int value_channel(int byte, int, int is_y, int) { return byte / 2 + is_y; }
+};
+
+// A word is 4 channels; `Bytes::even` makes a pair of its bytes 0 and 2, `odd` of 1 and 3.
+template <class Bytes>
+struct KvByte {
+    static constexpr int BITS = 8, VALUE_STEPS = 2;
+    static constexpr bool HAS_SCALE = true, IS_ROTATED = false, CAN_BE_NAN = false;
+    static constexpr float OFFSET = 0.0f;
+
+    static INLINE void key_pairs(u32 (&a)[4], const u32* low, const u32* high, int step) {
+        a[0] = Bytes::even(low[step]);
+        a[1] = Bytes::even(high[step]);
+        a[2] = Bytes::odd(low[step]);
+        a[3] = Bytes::odd(high[step]);
+    }
+    static INLINE int key_word(int step, int) { return step; }
+    static INLINE int key_channel(int byte, int, int i, int) { return byte + i % 2 * 2 + i / 2; }
+
+    static INLINE void value_pairs(u32 (&a)[2][4], const u32 (&ab)[2], const u32 (&cd)[2]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            a[i][0] = Bytes::even(ab[i]);
+            a[i][1] = Bytes::odd(ab[i]);
+            a[i][2] = Bytes::even(cd[i]);
+            a[i][3] = Bytes::odd(cd[i]);
+        }
+    }
+    static INLINE int value_channel(int byte, int step, int is_y, int) {
+        return byte + 2 * step + is_y;
+    }
+};
+
+// E4M3: the bits of a code, shifted into place, are the bf16 of 2^-120 of its value, subnormals
+// included. The code of NaN, which only garbage holds, comes out as 480.
+struct KvFp8 : KvByte<KvFp8> {
+    static constexpr int HALF_MIDDLE = 0;
+    static constexpr bool HAS_ZERO = false;
+
+    static INLINE u32 even(u32 w) {
+        const u32 bits = and_or(w << 8, 0x80008000u, (w << 4) & 0x07f007f0u);
+        return multiply_bf16x2(bits, 0x7b807b80u);  // 2^120
+    }
+    static INLINE u32 odd(u32 w) {
+        const u32 bits = and_or(w, 0x80008000u, (w >> 4) & 0x07f007f0u);
+        return multiply_bf16x2(bits, 0x7b807b80u);
+    }
+};
+
+// code - 128, exact in bf16: the low 7 bits under the bits of 128.0, less 128 where bit 7 is set,
+// less 256 where it is not.
+struct KvInt8 : KvByte<KvInt8> {
+    static constexpr int HALF_MIDDLE = 64;
+    static constexpr bool HAS_ZERO = true;
+
+    static INLINE u32 even(u32 w) {
+        return add_bf16x2(and_or(w, 0x007f007fu, 0x43004300u),
+                          and_xor(w, 0x00800080u, 0xc380c380u));
+    }
+    static INLINE u32 odd(u32 w) { return even(w >> 8); }
+};
+
+// A word is 8 channels: byte i of a row is channel i in its low nibble, i + D / 2 in its high one.
+// A nibble under the bits of 128.0 is 128 + code. Of K the surplus 136 leaves with the sums' first
+// value; of V at once, for the sums run over many keys, and would lose what cancels.
+struct KvInt4 {
+    static constexpr int BITS = 4, VALUE_STEPS = 4, HALF_MIDDLE = 4;
+    static constexpr bool HAS_SCALE = true, HAS_ZERO = true, IS_ROTATED = true;
+    static constexpr bool CAN_BE_NAN = false;
+    static constexpr float OFFSET = 136.0f;
+
+    static INLINE u32 pair(u32 w) { return and_or(w, 0x000f000fu, 0x43004300u); }
+    static INLINE u32 centred(u32 w) { return add_bf16x2(pair(w), 0xc308c308u); }
+
+    static INLINE void key_pairs(u32 (&a)[4], const u32* low, const u32* high, int step) {
+        const u32 l = low[step / 2] >> (step % 2 * 8), h = high[step / 2] >> (step % 2 * 8);
+        a[0] = pair(l);
+        a[1] = pair(h);
+        a[2] = pair(l >> 4);
+        a[3] = pair(h >> 4);
+    }
+    static INLINE int key_word(int step, int) { return step / 2; }
+    static INLINE int key_channel(int byte, int step, int i, int dim) {
+        return byte + step % 2 + i % 2 * 2 + i / 2 * (dim / 2);
+    }
+
+    static INLINE void value_pairs(u32 (&a)[4][4], const u32 (&ab)[2], const u32 (&cd)[2]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int shift = i % 2 * 8;
+            a[i][0] = centred(ab[i / 2] >> shift);
+            a[i][1] = centred(ab[i / 2] >> shift >> 4);
+            a[i][2] = centred(cd[i / 2] >> shift);
+            a[i][3] = centred(cd[i / 2] >> shift >> 4);
+        }
+    }
+    static INLINE int value_channel(int byte, int step, int is_y, int dim) {
+        return byte + step + is_y * (dim / 2);
+    }
+};
+
+// K, or V, of one slice: where it lies in a page, and in a stage of the ring. V codes of 8 and 16
+// bits lie there in quarters 32 bytes apart, so that the four t of a warp read different banks;
+// int4 stays one copy, and rows of neighbouring quarters differ in parity instead.
+template <class Codec, int DIM>
+struct Part {
+    static constexpr int ROW = DIM * Codec::BITS / 8;
+    static constexpr int KEYS = PAGE_KEYS * ROW <= 4096 ? PAGE_KEYS : 4096 / ROW;
+    static constexpr int QUARTER = KEYS / 4, TILES = KEYS / 16;
+    static constexpr int PAD = Codec::BITS == 4 ? 0 : 32;
+    static constexpr bool IS_WHOLE = KEYS == PAGE_KEYS && PAD == 0;
+
+    static constexpr int PAGE_SCALE = PAGE_KEYS * ROW;
+    static constexpr int PAGE_ZERO = PAGE_SCALE + (Codec::HAS_SCALE ? 2 * PAGE_KEYS : 0);
+    static constexpr int PAGE_BYTES = PAGE_ZERO + (Codec::HAS_ZERO ? 2 * PAGE_KEYS : 0);
+
+    static constexpr int COPIED = PAGE_BYTES * KEYS / PAGE_KEYS;
+    static constexpr int SCALE = KEYS * ROW + 4 * PAD;
+    static constexpr int ZERO = SCALE + (Codec::HAS_SCALE ? 2 * KEYS : 0);
+    static constexpr int END = ZERO + (Codec::HAS_ZERO ? 2 * KEYS : 0);
+    static constexpr int BARRIER = (END + 7) / 8 * 8;
+    static constexpr int STAGE = (BARRIER + 8 + 15) / 16 * 16;
+
+    static INLINE u64* barrier_of(u8* stage) { return reinterpret_cast<u64*>(stage + BARRIER); }
+
+    // Starts the copies of `from` (K or V of a page) from token `key` on into a stage.
+    static INLINE void fetch(u8* stage, const u8* from, int key, bool is_value) {
+        u64* barrier = barrier_of(stage);
+        expect_bytes(barrier, COPIED);
+        if (IS_WHOLE) {
+            copy_bulk(stage, from, COPIED, barrier);
+            return;
+        }
+        const u8* codes = from + key * ROW;
+        if (is_value) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                copy_bulk(stage + i * (QUARTER * ROW + PAD), codes + i * QUARTER * ROW,
+                          QUARTER * ROW, barrier);
+        } else {
+            copy_bulk(stage, codes, KEYS * ROW, barrier);
+        }
+        const u8* meta = from + 2 * key;
+        if (Codec::HAS_SCALE) copy_bulk(stage + SCALE, meta + PAGE_SCALE, 2 * KEYS, barrier);
+        if (Codec::HAS_ZERO) copy_bulk(stage + ZERO, meta + PAGE_ZERO, 2 * KEYS, barrier);
+    }
+};
+
+// Key of row r < 8 of tile 0.
+template <int QUARTER>
+INLINE int first_key(int row) {
+    return row / 2 * QUARTER + ((row ^ row >> 1) & 1);
+}
+
+template <int BYTES>
+INLINE void load_words(u32* to, const u8* at) {
+    if (BYTES == 16) {
+        const uint4 v = *reinterpret_cast<const uint4*>(at);
+        to[0] = v.x;
+        to[1] = v.y;
+        to[2] = v.z;
+        to[3] = v.w;
+    } else if (BYTES == 8) {
+        const u64 v = *reinterpret_cast<const u64*>(at);
+        to[0] = (u32)v;
+        to[1] = (u32)(v >> 32);
+    } else {
+        to[0] = *reinterpret_cast<const u32*>(at);
+    }
+}
+
+// The words of a row that a lane of LANES reads: units of UNIT bytes, the first at lane * UNIT, the
+// next LANES units on. `byte_of` is where in the row its word w lies.
+template <int ROW, int LANES>
+struct RowShare {
+    static constexpr int UNIT = ROW / LANES < 16 ? ROW / LANES : 16;
+    static constexpr int WORDS = ROW / LANES / 4;
+
+    static INLINE void load(u32 (&words)[WORDS], const u8* first) {
+#pragma unroll
+        for (int w = 0; w < WORDS; w += UNIT / 4)
+            load_words<UNIT>(words + w, first + byte_of(w, 0));
+    }
+    static INLINE int byte_of(int w, int lane) {
+        return (w / (UNIT / 4) * LANES + lane) * UNIT + w % (UNIT / 4) * 4;
+    }
+};
+
+#endif

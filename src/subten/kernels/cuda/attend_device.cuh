@@ -1,0 +1,119 @@
+// What attention says to the machine beyond device.cuh: bulk copies, their barriers, and packed
+// bf16. Needs compute capability 9.0. The tests replace this file too.
+#ifndef SUBTEN_ATTEND_DEVICE_CUH
+#define SUBTEN_ATTEND_DEVICE_CUH
+
+#include "device.cuh"
+
+using u64 = unsigned long long;
+
+INLINE u32 shared_address(const void* at) {
+    u32 address;
+    asm("{ .reg .u64 a; cvta.to.shared.u64 a, %1; cvt.u32.u64 %0, a; }"
+        : "=r"(address)
+        : "l"(at));
+    return address;
+}
+
+// A barrier in shared memory completes a phase when one thread has said how many bytes to expect
+// and the copies have brought them. Phases alternate between parity 0 and 1, from 0.
+INLINE void init_barrier(u64* barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier))
+                 : "memory");
+}
+
+// The copy engine must see the barriers that this thread has made.
+INLINE void publish_barriers() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+INLINE void expect_bytes(u64* barrier, int num_bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                     shared_address(barrier)),
+                 "r"(num_bytes)
+                 : "memory");
+}
+
+// Starts a copy of `num_bytes` from global to shared memory; all three multiples of 16.
+INLINE void copy_bulk(void* to, const void* from, int num_bytes, u64* barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(shared_address(to)),
+        "l"(from), "r"(num_bytes), "r"(shared_address(barrier))
+        : "memory");
+}
+
+INLINE void wait_phase(u64* barrier, int parity) {
+    u32 is_done;
+    do {
+        asm volatile(
+            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
+            "selp.u32 %0, 1, 0, p; }"
+            : "=r"(is_done)
+            : "r"(shared_address(barrier)), "r"(parity)
+            : "memory");
+    } while (!is_done);
+}
+
+// Transposes the 8 x 8 matrix whose row g lanes 4 * g + t hold, columns 2t and 2t+1 in `pair`.
+INLINE u32 transpose_8x8(u32 pair) {
+    u32 out;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
+    return out;
+}
+
+// The low halves of `a` and `b` as one word, a below; and the high halves.
+INLINE u32 low_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
+INLINE u32 high_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
+
+// (w & mask) | bits and (w & mask) ^ bits as one instruction, which the compiler makes two.
+INLINE u32 and_or(u32 w, u32 mask, u32 bits) {
+    u32 out;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(w), "r"(mask), "r"(bits));
+    return out;
+}
+INLINE u32 and_xor(u32 w, u32 mask, u32 bits) {
+    u32 out;
+    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(out) : "r"(w), "r"(mask), "r"(bits));
+    return out;
+}
+
+INLINE u32 add_bf16x2(u32 a, u32 b) {
+    u32 sum;
+    asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
+}
+
+// Subnormal operands count at their value.
+INLINE u32 multiply_bf16x2(u32 a, u32 b) {
+    u32 product;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+// 2 ** v to 2 ulp; 0 for -infinity.
+INLINE float power_of_two(float v) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(v));
+    return power;
+}
+
+// The larger one; a NaN loses.
+INLINE float larger(float a, float b) { return fmaxf(a, b); }
+
+INLINE int shuffle_from(int v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
+
+// What other blocks of this launch have written; 8 or 16 bytes.
+INLINE void load_from_l2(float (&v)[2], const float* at) {
+    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(v[0]), "=f"(v[1])
+                 : "l"(at)
+                 : "memory");
+}
+
+INLINE void load_from_l2(float (&v)[4], const float* at) {
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                 : "l"(at)
+                 : "memory");
+}
+
+#endif

@@ -1,0 +1,193 @@
+"""The feed-forward of the chosen experts for 1 to 8 tokens on CUDA, in two launches.
+
+Letters: T tokens, K experts a token, A = T * K assignments, E experts, D features, F hidden
+features of an expert.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from subten.kernels import experts as triton_experts
+from subten.kernels.cuda import runtime
+from subten.kernels.cuda.gemv import (
+    FLOAT_DTYPES,
+    FORMATS,
+    MAX_SHARED_BYTES,
+    MAX_TOKENS,
+    TILE_ROWS,
+    GemvPlan,
+    is_plain,
+    plan_gemv,
+    shared_bytes,
+    suits_weight,
+)
+from subten.kernels.route import Routing
+from subten.kernels.weight_formats import Weight
+
+UP_TILE = 8
+"""Hidden features of a tile of `up`: 8 gate rows and the 8 up rows that go with them."""
+
+MAX_WARPS = 16
+"""Warps of a block, so experts a token of `down` at most."""
+
+
+def plan_up(top_k: int, hidden: int, dim: int, weight_format: str) -> GemvPlan:
+    """Plan of gate and up: the tiles of one token's experts, however many tokens there are."""
+    return plan_gemv(top_k * hidden // UP_TILE, dim, weight_format)
+
+
+def plan_down(top_k: int, hidden: int, weight_format: str) -> GemvPlan:
+    """Plan of down: `warps_n` is the experts of a token, side by side in a block.
+
+    A block takes 16 warps, or with packed weights 12 where `top_k` divides that, each with 2 KiB in
+    flight: the fastest for both matrices and all formats of `gemv.MEASURED`.
+    """
+    num_blocks = hidden // FORMATS[weight_format].block
+    max_warps = 12 if weight_format != "none" and 12 % top_k == 0 else MAX_WARPS
+    warps_k = max(1, min(max_warps // top_k, num_blocks))
+    return GemvPlan(warps_k=warps_k, warps_n=top_k, depth=2)
+
+
+def experts(
+    routing: Routing,
+    gate_up: Weight,
+    down: Weight,
+    *,
+    residual_TD: torch.Tensor,
+    up_plan: GemvPlan | None = None,
+    down_plan: GemvPlan | None = None,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """`subten.kernels.experts.experts` in two CUDA launches, for 1 to 8 tokens without an order.
+
+    What the kernels do not take goes to Triton. `up_plan`, `down_plan` and `pdl` (programmatic
+    dependent launch) are for measuring. Weights must be in place as for `linear` of this package.
+    Quantised weights take |h| and |act| below 2^63.
+    """
+    if not _suits(routing, gate_up, down, residual_TD):
+        return triton_experts.experts(routing, gate_up, down, residual_TD=residual_TD)
+    act_AF = launch_up(routing, gate_up, plan=up_plan, pdl=pdl)
+    return launch_down(routing, act_AF, down, residual_TD=residual_TD, plan=down_plan, pdl=pdl)
+
+
+def launch_up(
+    routing: Routing, gate_up: Weight, *, plan: GemvPlan | None = None, pdl: bool = True
+) -> torch.Tensor:
+    """silu(gate h) * (up h) of each assignment: bfloat16 [A, F]; one launch."""
+    num_tokens, top_k = routing.topk_id_TK.shape
+    _, double_hidden, dim = gate_up.shape
+    hidden = double_hidden // 2
+    plan = plan or plan_up(top_k, hidden, dim, gate_up.format)
+    plan.check(dim, FORMATS[gate_up.format])
+    device = routing.h_TD.device
+    act_AF = torch.empty(num_tokens * top_k, hidden, dtype=torch.bfloat16, device=device)
+    runtime.launch(
+        "experts.cu",
+        f"up_kernel<{FORMATS[gate_up.format].struct}, {plan.depth}>",
+        (num_tokens * top_k, -(-hidden // (UP_TILE * plan.warps_n * plan.tiles))),
+        plan.num_threads,
+        (
+            gate_up.codes,
+            gate_up.scale,
+            routing.h_TD,
+            routing.topk_id_TK,
+            act_AF,
+            num_tokens * top_k,
+            top_k,
+            dim,
+            hidden,
+            plan.warps_k,
+            plan.tiles,
+        ),
+        device=device,
+        shared_bytes=_up_shared(gate_up.format, num_tokens, dim, plan),
+        pdl=pdl,
+    )
+    return act_AF
+
+
+def launch_down(
+    routing: Routing,
+    act_AF: torch.Tensor,
+    weight: Weight,
+    *,
+    residual_TD: torch.Tensor,
+    plan: GemvPlan | None = None,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """residual + sum_k weight_k * (down_e(k) act_k): [T, D] of the residual's dtype; one launch.
+
+    With `pdl` the launch before it must be `up` of this module, or routing older than that: the
+    kernel reads the expert ids before it waits.
+    """
+    num_tokens, top_k = routing.topk_id_TK.shape
+    _, dim, hidden = weight.shape
+    plan = plan or plan_down(top_k, hidden, weight.format)
+    plan.check(hidden, FORMATS[weight.format])
+    assert plan.warps_n == top_k and plan.tiles == 1, (plan, top_k)
+    out_TD = torch.empty(num_tokens, dim, dtype=residual_TD.dtype, device=residual_TD.device)
+    runtime.launch(
+        "experts.cu",
+        f"down_kernel<{FORMATS[weight.format].struct}, {plan.depth}>",
+        (num_tokens, dim // TILE_ROWS),
+        plan.num_threads,
+        (
+            weight.codes,
+            weight.scale,
+            act_AF,
+            routing.topk_id_TK,
+            routing.topk_weight_TK,
+            residual_TD,
+            ctypes.c_int64(residual_TD.stride(0)),
+            out_TD,
+            int(residual_TD.dtype == torch.bfloat16),
+            top_k,
+            dim,
+            hidden,
+            plan.warps_k,
+            int(pdl),
+        ),
+        device=residual_TD.device,
+        shared_bytes=_down_shared(weight.format, top_k, hidden, plan),
+        pdl=pdl,
+    )
+    return out_TD
+
+
+def _up_shared(weight_format: str, num_tokens: int, dim: int, plan: GemvPlan) -> int:
+    num_partials = plan.warps_n * plan.tiles * plan.warps_k * TILE_ROWS * MAX_TOKENS
+    return shared_bytes(weight_format, num_tokens, dim, num_partials, zero_columns=MAX_TOKENS)
+
+
+def _down_shared(weight_format: str, top_k: int, hidden: int, plan: GemvPlan) -> int:
+    num_partials = top_k * plan.warps_k * TILE_ROWS
+    return shared_bytes(weight_format, top_k, hidden, num_partials, zero_columns=2 * top_k)
+
+
+def _suits(routing: Routing, gate_up: Weight, down: Weight, residual_TD: torch.Tensor) -> bool:
+    num_tokens, dim = residual_TD.shape
+    top_k, hidden = routing.topk_id_TK.shape[1], gate_up.shape[1] // 2
+    tensors = (routing.h_TD, routing.topk_id_TK, routing.topk_weight_TK)
+    if not (
+        1 <= num_tokens <= MAX_TOKENS
+        and routing.order_A is None
+        and top_k <= MAX_WARPS
+        and hidden % UP_TILE == 0
+        and suits_weight(gate_up, TILE_ROWS)
+        and suits_weight(down, TILE_ROWS)
+        # From a gate row to its up row is a 32-bit distance; where an expert begins is 64-bit.
+        and hidden * dim * 2 < 2**31
+        and routing.h_TD.dtype == torch.bfloat16
+        and all(is_plain(tensor) for tensor in tensors)
+        and residual_TD.dtype in FLOAT_DTYPES
+        and residual_TD.stride(1) == 1
+    ):
+        return False
+    up_bytes = _up_shared(
+        gate_up.format, num_tokens, dim, plan_up(top_k, hidden, dim, gate_up.format)
+    )
+    down_bytes = _down_shared(down.format, top_k, hidden, plan_down(top_k, hidden, down.format))
+    return max(up_bytes, down_bytes) <= MAX_SHARED_BYTES

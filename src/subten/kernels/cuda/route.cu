@@ -1,0 +1,176 @@
+// Which experts each of T <= 8 tokens goes to, and the normed rows h that the experts read.
+//
+//   h_d = x_d / sqrt(mean(x^2) + eps) * w_d        score_e = sum_d gate_ed h_d   (all FP32)
+//
+// Letters: T tokens, D features, E experts, K experts a token. gate [E, D] float32:
+//
+//   block of threads e: row e of gate, for every token; writes score[t][e] and its E-th part of h
+//   the block that arrives last: warp t picks the K experts of token t
+//
+// The norm's factor is common to all terms of a score, so one pass over x gives both sums. Row e
+// and the norm's weights are in registers before the wait: static, and most of the bytes.
+// Bytes: E * D * 4 of gate, once; T * D * itemsize of x a block of threads (from L2).
+#include "gemv.cuh"
+
+#define ROUTE_THREADS 256
+#define ROUTE_WARPS (ROUTE_THREADS / WARP)
+// Units of 8 features that a thread fetches before it waits: all of 4096.
+#define ROUTE_KEPT 2
+#define NO_ID 0x7fffffff
+// Key of an expert that is chosen already or does not exist, below every float's.
+#define TAKEN (-0x7fffffff - 1)
+
+// Integers in the order of the floats; NaN counts as the lowest, and -0.0 ties with 0.0.
+INLINE int sort_key(float score) {
+    float clean = score == score ? score : bits_float(0xff800000);
+    if (clean == 0.0f) clean = 0.0f;
+    const int bits = float_bits(clean);
+    return bits < 0 ? bits ^ 0x7fffffff : bits;
+}
+
+INLINE float key_score(int key) { return bits_float(key < 0 ? key ^ 0x7fffffff : key); }
+
+INLINE void load_unit(float (&gate)[8], uint4& weight, const float* gate_row,
+                      const u16* norm_weight, int unit) {
+    const uint4 a = load_stream(gate_row + unit * 8), b = load_stream(gate_row + unit * 8 + 4);
+    weight = load_constant16(norm_weight + unit * 8);
+    gate[0] = bits_float(a.x), gate[1] = bits_float(a.y), gate[2] = bits_float(a.z);
+    gate[3] = bits_float(a.w), gate[4] = bits_float(b.x), gate[5] = bits_float(b.y);
+    gate[6] = bits_float(b.z), gate[7] = bits_float(b.w);
+}
+
+// The K best of one token's experts by one warp: K passes of find and mask, as `_select` in
+// route.py. A lane holds KEYS experts, lane + 32 * i.
+template <int KEYS>
+INLINE void select_experts(const float* score, int* topk_id, float* topk_weight, int num_experts,
+                           int top_k, bool renormalize, float scaling_factor, int lane) {
+    int key[KEYS];
+    float value[KEYS];
+    int best = TAKEN;
+#pragma unroll
+    for (int i = 0; i < KEYS; ++i) {
+        const int e = lane + WARP * i;
+        value[i] = e < num_experts ? load_from_l2(score + e) : bits_float(0xff800000);
+        key[i] = e < num_experts ? sort_key(value[i]) : TAKEN;
+        best = key[i] > best ? key[i] : best;
+    }
+    const float largest = key_score(warp_max(best));
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < KEYS; ++i)
+        if (lane + WARP * i < num_experts) sum += exponential(value[i] - largest);
+    sum = sum_over_lanes<WARP>(sum);
+
+    int own_id = 0;
+    float own_weight = 0;
+    for (int k = 0; k < top_k; ++k) {
+        best = TAKEN;
+#pragma unroll
+        for (int i = 0; i < KEYS; ++i) best = key[i] > best ? key[i] : best;
+        best = warp_max(best);
+        int id = NO_ID;
+#pragma unroll
+        for (int i = KEYS - 1; i >= 0; --i)
+            if (key[i] == best) id = lane + WARP * i;
+        id = warp_min(id);
+#pragma unroll
+        for (int i = 0; i < KEYS; ++i)
+            if (id == lane + WARP * i) key[i] = TAKEN;
+        if (lane == k) {
+            own_id = id;
+            own_weight = exponential(key_score(best) - largest) / sum;
+        }
+    }
+    if (renormalize) own_weight /= sum_over_lanes<WARP>(own_weight);
+    if (lane < top_k) {
+        topk_id[lane] = own_id;
+        topk_weight[lane] = own_weight * scaling_factor;
+    }
+}
+
+template <int KEYS>
+__global__ void __launch_bounds__(ROUTE_THREADS, 1)
+    route_kernel(const void* x, i64 x_stride_bytes, int x_is_bf16, const u16* norm_weight,
+                 const float* gate, float* score, int* counter, u16* h, int* topk_id,
+                 float* topk_weight, int num_tokens, int num_experts, int dim, int top_k,
+                 int renormalize, float eps, float scaling_factor) {
+    __shared__ float squares[MAX_COLUMNS][ROUTE_WARPS], products[MAX_COLUMNS][ROUTE_WARPS];
+    __shared__ float inverse[MAX_COLUMNS];
+    __shared__ int is_last;
+    launch_dependents();
+    const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
+    const int expert = blockIdx.x, units = dim / 8;
+    const float* gate_row = gate + (i64)expert * dim;
+
+    float kept_gate[ROUTE_KEPT][8] = {};
+    uint4 kept_weight[ROUTE_KEPT] = {};
+#pragma unroll
+    for (int i = 0; i < ROUTE_KEPT; ++i) {
+        const int u = thread + i * ROUTE_THREADS;
+        if (u < units) load_unit(kept_gate[i], kept_weight[i], gate_row, norm_weight, u);
+    }
+    wait_for_previous_kernels();
+
+    const u8* x_bytes = reinterpret_cast<const u8*>(x);
+#pragma unroll 1
+    for (int t = 0; t < num_tokens; ++t) {
+        float square = 0, product = 0;
+        auto add = [&](const float(&g)[8], uint4 weight, int u) {
+            float v[8], w[8];
+            load8(v, x_bytes + t * x_stride_bytes, u, x_is_bf16);
+            unpack8(w, weight);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                square += v[j] * v[j];
+                product += v[j] * w[j] * g[j];
+            }
+        };
+#pragma unroll
+        for (int i = 0; i < ROUTE_KEPT; ++i) {
+            const int u = thread + i * ROUTE_THREADS;
+            if (u < units) add(kept_gate[i], kept_weight[i], u);
+        }
+#pragma unroll 1
+        for (int u = thread + ROUTE_KEPT * ROUTE_THREADS; u < units; u += ROUTE_THREADS) {
+            float g[8];
+            uint4 weight;
+            load_unit(g, weight, gate_row, norm_weight, u);
+            add(g, weight, u);
+        }
+        square = sum_over_lanes<WARP>(square);
+        product = sum_over_lanes<WARP>(product);
+        if (lane == 0) squares[t][warp] = square, products[t][warp] = product;
+    }
+    __syncthreads();
+    if (thread < num_tokens) {
+        float square = 0, product = 0;
+        for (int w = 0; w < ROUTE_WARPS; ++w) {
+            square += squares[thread][w];
+            product += products[thread][w];
+        }
+        inverse[thread] = inverse_sqrt(square / dim + eps);
+        score[thread * num_experts + expert] = product * inverse[thread];
+    }
+    // Every score lies before the one release that thread 0 does in `arrive`.
+    __syncthreads();
+    if (thread == 0) is_last = arrive(counter) == num_experts - 1;
+
+    const int first_unit = units * expert / num_experts;
+    const int own_units = units * (expert + 1) / num_experts - first_unit;
+    for (int i = thread; i < own_units * num_tokens; i += ROUTE_THREADS) {
+        const int t = i / own_units, u = first_unit + i % own_units;
+        float v[8], w[8];
+        load8(v, x_bytes + t * x_stride_bytes, u, x_is_bf16);
+        unpack8(w, load_constant16(norm_weight + u * 8));
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[j] = v[j] * inverse[t] * w[j];
+        reinterpret_cast<uint4*>(h + (i64)t * dim)[u] = Bf16::order(v);
+    }
+    __syncthreads();
+    if (!is_last) return;
+    if (thread == 0) *counter = 0;  // for the next launch, or replay
+    if (warp < num_tokens)
+        select_experts<KEYS>(score + warp * num_experts, topk_id + warp * top_k,
+                             topk_weight + warp * top_k, num_experts, top_k, renormalize,
+                             scaling_factor, lane);
+}

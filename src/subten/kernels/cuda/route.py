@@ -1,0 +1,118 @@
+"""The router for 1 to 8 tokens on CUDA: norm, scores, softmax and top-k in one launch.
+
+Letters: T tokens, D features, E experts, K experts a token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from subten.kernels import route as triton_route
+from subten.kernels.cuda import runtime
+from subten.kernels.cuda.gemv import FLOAT_DTYPES, MAX_TOKENS, has_rows, is_plain
+from subten.kernels.route import Routing
+
+NUM_THREADS = 256
+MAX_EXPERTS = 1024
+MAX_TOP_K = 32
+"""A lane of a warp keeps one pick."""
+
+
+def route(
+    x_TD: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    gate_ED: torch.Tensor,
+    *,
+    eps: float,
+    top_k: int,
+    renormalize: bool,
+    scaling_factor: float = 1.0,
+    with_order: bool = False,
+    pdl: bool = True,
+) -> Routing:
+    """`subten.kernels.route.route` in one CUDA launch, for 1 to 8 tokens without an order.
+
+    What the kernel does not take (a gate that is not float32, a norm weight that is not bfloat16)
+    goes to Triton. With `pdl` (programmatic dependent launch) gate and norm weight are read before
+    earlier kernels of the stream have ended. Launches on one device must follow one another: they
+    share scores and a counter, which returns to zero; the first one, outside of any graph capture,
+    allocates them.
+    """
+    if with_order or not _suits(x_TD, norm_weight_D, gate_ED, top_k):
+        return triton_route.route(
+            x_TD,
+            norm_weight_D,
+            gate_ED,
+            eps=eps,
+            top_k=top_k,
+            renormalize=renormalize,
+            scaling_factor=scaling_factor,
+            with_order=with_order,
+        )
+    num_tokens, dim = x_TD.shape
+    num_experts, device = gate_ED.shape[0], x_TD.device
+    routing = Routing(
+        h_TD=torch.empty(num_tokens, dim, dtype=norm_weight_D.dtype, device=device),
+        topk_id_TK=torch.empty(num_tokens, top_k, dtype=torch.int32, device=device),
+        topk_weight_TK=torch.empty(num_tokens, top_k, dtype=torch.float32, device=device),
+    )
+    score, counter = _scratch(device)
+    runtime.launch(
+        "route.cu",
+        f"route_kernel<{keys_of_lane(num_experts)}>",
+        (num_experts,),
+        NUM_THREADS,
+        (
+            x_TD,
+            ctypes.c_int64(x_TD.stride(0) * x_TD.element_size()),
+            int(x_TD.dtype == torch.bfloat16),
+            norm_weight_D,
+            gate_ED,
+            score,
+            counter,
+            routing.h_TD,
+            routing.topk_id_TK,
+            routing.topk_weight_TK,
+            num_tokens,
+            num_experts,
+            dim,
+            top_k,
+            int(renormalize),
+            float(eps),
+            float(scaling_factor),
+        ),
+        device=device,
+        pdl=pdl,
+    )
+    return routing
+
+
+def keys_of_lane(num_experts: int) -> int:
+    """Experts that a lane of the selecting warp holds: a power of two."""
+    return 1 << max(0, (num_experts - 1).bit_length() - 5)
+
+
+def _suits(
+    x_TD: torch.Tensor, norm_weight_D: torch.Tensor, gate_ED: torch.Tensor, top_k: int
+) -> bool:
+    return (
+        1 <= x_TD.shape[0] <= MAX_TOKENS
+        and x_TD.shape[1] % 8 == 0
+        and top_k <= min(MAX_TOP_K, gate_ED.shape[0])
+        and gate_ED.shape[0] <= MAX_EXPERTS
+        and x_TD.dtype in FLOAT_DTYPES
+        and has_rows(x_TD)
+        and norm_weight_D.dtype == torch.bfloat16
+        and is_plain(norm_weight_D)
+        and gate_ED.dtype == torch.float32
+        and is_plain(gate_ED)
+    )
+
+
+@functools.cache
+def _scratch(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    score = torch.zeros(MAX_TOKENS * MAX_EXPERTS, dtype=torch.float32, device=device)
+    return score, torch.zeros(1, dtype=torch.int32, device=device)

@@ -1,0 +1,271 @@
+"""Compile CUDA C++ with NVRTC, keep the machine code on disk, launch it on torch's stream.
+
+Needs the extra `cuda` (cuda-bindings and NVRTC), and an NVIDIA GPU of compute capability 8.0 or
+above to launch; without them everything imports and `is_available()` is False.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib
+import importlib.resources
+import importlib.util
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from subten.config import cache_dir
+from subten.device import detect, has_gpu, on_device
+
+OPTIONS = ("--std=c++17",)
+"""Options of every compilation beside the architecture; the cache is keyed by them too."""
+
+Argument = torch.Tensor | int | float | ctypes.c_int64 | None
+"""A kernel's argument: pointer (None is null), 32-bit integer, 32-bit float, 64-bit integer."""
+
+
+def is_available(device: torch.device | None = None) -> bool:
+    """Whether kernels can be compiled and launched on `device` (default: the first GPU)."""
+    if not has_gpu() or not has_compiler():
+        return False
+    if device is not None and device.type != "cuda":
+        return False
+    index = 0 if device is None or device.index is None else device.index
+    return detect(f"cuda:{index}").capability >= (8, 0)
+
+
+@functools.cache
+def has_compiler() -> bool:
+    """Whether cuda-bindings and NVRTC are installed."""
+    try:
+        if importlib.util.find_spec("cuda.bindings") is None:
+            return False
+        nvrtc_version()
+    except (ImportError, RuntimeError, OSError, AttributeError):
+        return False
+    return True
+
+
+def nvrtc_version() -> str:
+    """Version of the compiler, as `13.0`."""
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    major, minor = _nvrtc_value(nvrtc.nvrtcVersion(), "nvrtcVersion")
+    return f"{major}.{minor}"
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """NVRTC's name of a compute capability; Hopper's own instructions need its `a`."""
+    major, minor = capability
+    return f"sm_{major}{minor}a" if capability == (9, 0) else f"sm_{major}{minor}"
+
+
+@functools.cache
+def source_files() -> dict[str, str]:
+    """Text of every .cu and .cuh of this package by file name."""
+    folder = importlib.resources.files(__package__)
+    names = sorted(f.name for f in folder.iterdir() if f.name.endswith((".cu", ".cuh")))
+    return {name: (folder / name).read_text(encoding="ascii") for name in names}
+
+
+class Kernel:
+    """One kernel on one device; call it to launch on torch's current stream of that device."""
+
+    def __init__(self, cubin: bytes, symbol: str, device: torch.device) -> None:
+        self._driver = importlib.import_module("cuda.bindings.driver")
+        self._device = device
+        # torch's context, which a thread that has run nothing yet does not have.
+        got = self._driver.cuDevicePrimaryCtxRetain(device.index)
+        context = self._value(got, f"cuDevicePrimaryCtxRetain of {device}")
+        self._value(self._driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+        self._module = self._value(self._driver.cuModuleLoadData(cubin), "cuModuleLoadData")
+        got = self._driver.cuModuleGetFunction(self._module, symbol.encode())
+        self._function = self._value(got, f"cuModuleGetFunction of {symbol}")
+        self._shared_limit = 48 * 1024
+        attribute = self._driver.CUlaunchAttribute()
+        ids = self._driver.CUlaunchAttributeID
+        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        self._pdl = [attribute]
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int] | tuple[int, int] | tuple[int],
+        block: int,
+        args: Sequence[Argument],
+        *,
+        shared_bytes: int = 0,
+        pdl: bool = False,
+    ) -> None:
+        """Launch `grid` blocks of `block` threads; legal while a CUDA graph is captured.
+
+        With `pdl` (programmatic dependent launch) the kernel may start before the one ahead of it
+        in the stream has ended; its code must then wait before it touches what others write.
+        """
+        if shared_bytes > self._shared_limit:
+            self._raise_shared_limit(shared_bytes)
+        config = self._driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes = shared_bytes
+        config.hStream = torch.cuda.current_stream(self._device).cuda_stream
+        if pdl:
+            config.attrs = self._pdl
+            config.numAttrs = 1
+        values = [pack_argument(arg) for arg in args]  # alive until the launch has copied them
+        pointers = pointer_array(values)
+        with on_device(self._device):
+            got = self._driver.cuLaunchKernelEx(
+                config, self._function, ctypes.addressof(pointers), 0
+            )
+        self._value(got, f"cuLaunchKernelEx, {grid} blocks of {block}, {shared_bytes} bytes")
+
+    def _raise_shared_limit(self, shared_bytes: int) -> None:
+        attributes = self._driver.CUfunction_attribute
+        name = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        got = self._driver.cuFuncSetAttribute(self._function, name, shared_bytes)
+        self._value(got, f"cuFuncSetAttribute of {shared_bytes} bytes of shared memory")
+        self._shared_limit = shared_bytes
+
+    def _value(self, result: tuple[Any, ...], what: str) -> Any:
+        error, *values = result
+        if error != self._driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{what}: {error!r}")
+        return values[0] if values else None
+
+
+def pointer_array(values: Sequence[Any]) -> Any:
+    """The `void**` that a launch takes: the address of each value."""
+    return (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+
+
+def pack_argument(arg: Argument) -> Any:
+    """The C value that a kernel's parameter takes; an integer must fit 32 bits."""
+    if arg is None:
+        return ctypes.c_void_p(0)
+    if isinstance(arg, torch.Tensor):
+        return ctypes.c_void_p(arg.data_ptr())
+    if isinstance(arg, float):
+        return ctypes.c_float(arg)
+    if isinstance(arg, ctypes.c_int64):
+        return arg
+    assert -(2**31) <= arg < 2**31, arg
+    return ctypes.c_int32(arg)
+
+
+def launch(
+    source: str,
+    name: str,
+    grid: tuple[int, int, int] | tuple[int, int] | tuple[int],
+    block: int,
+    args: Sequence[Argument],
+    *,
+    device: torch.device,
+    shared_bytes: int = 0,
+    pdl: bool = False,
+) -> None:
+    """Launch the kernel `name` of the file `source` on torch's current stream of `device`."""
+    kernel(source, name, device)(grid, block, args, shared_bytes=shared_bytes, pdl=pdl)
+
+
+def kernel(source: str, name: str, device: torch.device) -> Kernel:
+    """The kernel that the expression `name` ("copy<float>") names in a .cu file of this package.
+
+    Compiled at its first use on a device, which takes a second or two unless the disk cache has it,
+    and loaded: so that first use must not be within a graph capture. Raises RuntimeError with the
+    compiler's log.
+    """
+    assert device.type == "cuda" and device.index is not None, device
+    return _kernel(source, name, device)
+
+
+@functools.cache
+def _kernel(source: str, name: str, device: torch.device) -> Kernel:
+    arch = architecture(detect(str(device)).capability)
+    cubin, symbol = cached_compile(source, name, arch)
+    with on_device(device):
+        return Kernel(cubin, symbol, device)
+
+
+def cached_compile(source: str, name: str, arch: str) -> tuple[bytes, str]:
+    """`compile_cubin` through files in `cache_dir()/cuda`, each written whole or not at all.
+
+    A file is one line of JSON, with the symbol and the SHA-256 of the rest, and the machine code;
+    one that does not agree with itself is made again.
+    """
+    path = cache_dir() / "cuda" / f"{cache_key(source, name, arch, nvrtc_version())}.cubin"
+    if path.exists():
+        header, _, cubin = path.read_bytes().partition(b"\n")
+        if (found := _read_header(header)) and found[1] == hashlib.sha256(cubin).hexdigest():
+            return cubin, found[0]
+    cubin, symbol = compile_cubin(source, name, arch)
+    digest = hashlib.sha256(cubin).hexdigest()
+    header = json.dumps({"symbol": symbol, "sha256": digest}).encode()
+    _write_whole(path, header + b"\n" + cubin)
+    return cubin, symbol
+
+
+def cache_key(source: str, name: str, arch: str, version: str) -> str:
+    """Hash of all that decides the machine code: every source file, names, options, compiler."""
+    what = [source, name, arch, version, *OPTIONS]
+    for file, text in source_files().items():
+        if file == source or file.endswith(".cuh"):
+            what += [file, text]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
+
+
+def compile_cubin(source: str, name: str, arch: str) -> tuple[bytes, str]:
+    """Machine code of one kernel of `source`, and its symbol. Needs no GPU."""
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    files = source_files()
+    headers = {file: text for file, text in files.items() if file.endswith(".cuh")}
+    program = _nvrtc_value(
+        nvrtc.nvrtcCreateProgram(
+            files[source].encode(),
+            source.encode(),
+            len(headers),
+            [text.encode() for text in headers.values()],
+            [file.encode() for file in headers],
+        ),
+        "nvrtcCreateProgram",
+    )
+    try:
+        _nvrtc_value(nvrtc.nvrtcAddNameExpression(program, name.encode()), name)
+        options = [option.encode() for option in (*OPTIONS, f"-arch={arch}")]
+        result = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        log = b" " * _nvrtc_value(nvrtc.nvrtcGetProgramLogSize(program), "log size")
+        _nvrtc_value(nvrtc.nvrtcGetProgramLog(program, log), "log")
+        _nvrtc_value(result, f"{source}, {name}, {arch}:\n{log.decode(errors='replace').strip()}")
+        symbol = _nvrtc_value(nvrtc.nvrtcGetLoweredName(program, name.encode()), name).decode()
+        cubin = b" " * _nvrtc_value(nvrtc.nvrtcGetCUBINSize(program), "size of the cubin")
+        _nvrtc_value(nvrtc.nvrtcGetCUBIN(program, cubin), "cubin")
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return cubin, symbol
+
+
+def _read_header(line: bytes) -> tuple[str, str] | None:
+    try:
+        header = json.loads(line)
+        return header["symbol"], header["sha256"]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(data)
+    Path(file.name).replace(path)
+
+
+def _nvrtc_value(result: tuple[Any, ...], what: str) -> Any:
+    error, *values = result
+    if int(error) != 0:
+        raise RuntimeError(f"NVRTC {error!r}: {what}")
+    return values[0] if len(values) == 1 else tuple(values)

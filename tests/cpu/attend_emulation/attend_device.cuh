@@ -1,0 +1,107 @@
+// The names of src/subten/kernels/cuda/attend_device.cuh on a CPU, beside those of
+// cuda_emulation/device.cuh.
+//
+// A bulk copy poisons its target when it starts and brings the bytes when a barrier is waited for,
+// so that reading too early and writing too early both show. Barriers count phases and bytes.
+#ifndef SUBTEN_ATTEND_DEVICE_CUH
+#define SUBTEN_ATTEND_DEVICE_CUH
+
+#include "device.cuh"
+
+#include <cstdint>
+#include <cstdio>
+#include <map>
+
+using u64 = unsigned long long;
+
+namespace emulation {
+
+struct Copy {
+    u8* to;
+    const u8* from;
+    int num_bytes;
+};
+
+struct Arrivals {
+    int phase = 0, expected = 0;
+    std::vector<Copy> copies;
+};
+
+inline std::map<const void*, Arrivals> arrivals;
+
+inline void check(bool holds, const char* what) {
+    if (holds) return;
+    std::fprintf(stderr, "emulated attention: %s\n", what);
+    std::abort();
+}
+
+}  // namespace emulation
+
+inline void init_barrier(u64* barrier) {
+    emulation::check((uintptr_t)barrier % 8 == 0, "a barrier is not aligned");
+    emulation::arrivals[barrier] = {};
+}
+inline void publish_barriers() {}
+
+inline void expect_bytes(u64* barrier, int num_bytes) {
+    emulation::Arrivals& a = emulation::arrivals.at(barrier);
+    emulation::check(a.expected == 0, "a phase that is not over is begun again");
+    a.expected = num_bytes;
+}
+
+inline void copy_bulk(void* to, const void* from, int num_bytes, u64* barrier) {
+    const uintptr_t bits = (uintptr_t)to | (uintptr_t)from | num_bytes;
+    emulation::check(bits % 16 == 0 && num_bytes > 0, "a copy is not aligned");
+    emulation::arrivals.at(barrier).copies.push_back({(u8*)to, (const u8*)from, num_bytes});
+    std::memset(to, 0xff, num_bytes);
+}
+
+inline void wait_phase(u64* barrier, int parity) {
+    emulation::Arrivals& a = emulation::arrivals.at(barrier);
+    if (a.phase % 2 != parity) return;  // another lane has brought the bytes
+    emulation::check(a.expected > 0, "a phase that was never begun is waited for");
+    for (const emulation::Copy& copy : a.copies) {
+        std::memcpy(copy.to, copy.from, copy.num_bytes);
+        a.expected -= copy.num_bytes;
+    }
+    emulation::check(a.expected == 0, "the bytes of a phase are not those expected");
+    a.copies.clear();
+    ++a.phase;
+}
+
+// Element (row, column) lies in lane row * 4 + column / 2, half column % 2.
+inline u32 transpose_8x8(u32 pair) {
+    u32 lanes[WARP];
+    exchange(pair, [&](int lane, u32 other) { lanes[lane] = other; });
+    const int row = emulation::current % WARP / 4, column = emulation::current % 4 * 2;
+    auto element = [&](int r, int c) { return lanes[r * 4 + c / 2] >> (c % 2 * 16) & 0xffff; };
+    return element(column, row) | element(column + 1, row) << 16;
+}
+
+inline u32 low_halves(u32 a, u32 b) { return (a & 0xffff) | b << 16; }
+inline u32 high_halves(u32 a, u32 b) { return a >> 16 | (b & 0xffff0000u); }
+inline u32 and_or(u32 w, u32 mask, u32 bits) { return (w & mask) | bits; }
+inline u32 and_xor(u32 w, u32 mask, u32 bits) { return (w & mask) ^ bits; }
+
+inline u32 add_bf16x2(u32 a, u32 b) {
+    return pack_bf16(low_bf16(a) + low_bf16(b), high_bf16(a) + high_bf16(b));
+}
+inline u32 multiply_bf16x2(u32 a, u32 b) {
+    return pack_bf16(low_bf16(a) * low_bf16(b), high_bf16(a) * high_bf16(b));
+}
+
+inline float power_of_two(float v) { return std::exp2(v); }
+inline float larger(float a, float b) { return std::fmax(a, b); }
+
+inline int shuffle_from(int v, int from) {
+    int got = 0;
+    exchange(v, [&](int lane, int other) { if (lane == from) got = other; });
+    return got;
+}
+
+template <int N>
+void load_from_l2(float (&v)[N], const float* at) {
+    for (int i = 0; i < N; ++i) v[i] = at[i];
+}
+
+#endif

@@ -1,0 +1,51 @@
+// Runs a kernel of src/subten/kernels/cuda on the CPU by name, with CUDA's own argument array.
+// First: its guard keeps the real one out.
+#include "device.cuh"
+
+#include "experts.cu"
+#include "linear.cu"
+#include "route.cu"
+
+#include <map>
+#include <string>
+#include <utility>
+
+namespace {
+
+using Launch = std::function<void(void**)>;
+
+template <class... Args, size_t... I>
+Launch unpack(void (*kernel)(Args...), std::index_sequence<I...>) {
+    return [kernel](void** args) { kernel(*reinterpret_cast<std::decay_t<Args>*>(args[I])...); };
+}
+
+template <class... Args>
+Launch unpack(void (*kernel)(Args...)) {
+    return unpack(kernel, std::index_sequence_for<Args...>{});
+}
+
+#define GEMV(FORMAT, DEPTH)                                                          \
+    {"linear_kernel<" #FORMAT ", " #DEPTH ", true>",                                 \
+     unpack(linear_kernel<FORMAT, DEPTH, true>)},                                    \
+        {"linear_kernel<" #FORMAT ", " #DEPTH ", false>",                            \
+         unpack(linear_kernel<FORMAT, DEPTH, false>)},                               \
+        {"up_kernel<" #FORMAT ", " #DEPTH ">", unpack(up_kernel<FORMAT, DEPTH>)},    \
+        {"down_kernel<" #FORMAT ", " #DEPTH ">", unpack(down_kernel<FORMAT, DEPTH>)}
+
+#define ROUTE(KEYS) {"route_kernel<" #KEYS ">", unpack(route_kernel<KEYS>)}
+
+const std::map<std::string, Launch> kernels = {
+    GEMV(Bf16, 2), GEMV(Bf16, 4), GEMV(Fp8, 2), GEMV(Fp8, 4), GEMV(Int4, 2), GEMV(Int4, 4),
+    ROUTE(1),      ROUTE(2),      ROUTE(4),     ROUTE(8),     ROUTE(16),     ROUTE(32),
+};
+
+}  // namespace
+
+// 0, or 1 where no kernel has that name.
+extern "C" int emulate(const char* name, int x, int y, int z, int block, int shared_bytes,
+                       void** args) {
+    const auto found = kernels.find(name);
+    if (found == kernels.end()) return 1;
+    emulation::run_grid({x, y, z}, block, shared_bytes, [&] { found->second(args); });
+    return 0;
+}

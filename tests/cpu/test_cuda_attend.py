@@ -1,0 +1,337 @@
+"""`attend` on CUDA against its twin: codecs, odd lengths, groups, plans, poison, padding, graphs.
+
+On a CPU the kernel's own source runs in an emulator, lane by lane, whose `mma` and transposition
+follow the PTX ISA's layouts by formulas of their own.
+
+Letters as in test_attend.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda_launcher import EMULATION, SOURCES, use_kernels
+from test_attend import POISON, Scene, make_scene, tolerances
+
+from conftest import assert_close
+from subten.codecs import KVFormat, kv_format
+from subten.core import PAGE_SIZE
+from subten.kernels import attend as triton_attend
+from subten.kernels.attend import attend_torch, read_pages
+from subten.kernels.cuda import attend as cuda_attend
+from subten.kernels.cuda import runtime
+from subten.kernels.cuda.attend import STRUCTS, DecodePlan, attend, plan_decode, slice_bytes
+from subten.kernels.step import StepTensors
+
+Randn = Callable[..., torch.Tensor]
+ATTEND_EMULATION = Path(__file__).parent / "attend_emulation"
+SMALL = DecodePlan(num_splits=3, min_slices=1, num_warps=2, num_stages=2)
+"""Splits, warps and a ring that wraps around, within lengths that an emulator manages."""
+
+
+@functools.cache
+def emulator() -> ctypes.CDLL:
+    """attend.cu compiled for the CPU, every thread of a block a fiber."""
+    folder = tempfile.mkdtemp(prefix="subten-emulator-")
+    library = Path(folder) / "attend.so"
+    command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing"]
+    command += ["-Wall", "-Wno-unknown-pragmas", "-Werror", "-shared", "-fPIC"]
+    command += [f"-I{folder}" for folder in (ATTEND_EMULATION, EMULATION, SOURCES)]
+    command += [str(ATTEND_EMULATION / "emulate.cpp"), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = ctypes.CDLL(str(library))
+    shutil.rmtree(folder)
+    return loaded
+
+
+def emulated_launch(
+    source: str,
+    name: str,
+    grid: tuple[int, int, int],
+    block: int,
+    args: Sequence[runtime.Argument],
+    *,
+    device: torch.device,
+    shared_bytes: int = 0,
+    pdl: bool = False,
+) -> None:
+    """`runtime.launch` of attend.cu on the CPU."""
+    assert source == "attend.cu" and device.type == "cpu" and isinstance(pdl, bool), source
+    values = [runtime.pack_argument(arg) for arg in args]
+    pointers = runtime.pointer_array(values)
+    failed = emulator().emulate(name.encode(), *grid, block, shared_bytes, pointers)
+    assert not failed, f"the emulator does not hold {name}"
+
+
+@pytest.fixture(autouse=True)
+def no_counter_is_left(device: torch.device) -> Any:
+    """A split that arrived and was not counted back would break the next launch."""
+    yield
+    if cuda_attend._counters.cache_info().currsize:
+        assert not cuda_attend._counters(device).any()
+
+
+@pytest.fixture
+def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel on the GPU, or emulated; Triton must not step in."""
+    use_kernels(device, monkeypatch)
+    if device.type == "cpu":
+        monkeypatch.setattr(runtime, "launch", emulated_launch)
+
+    monkeypatch.setattr(triton_attend, "attend", None)
+
+
+def on_cuda(scene: Scene, q_THD: torch.Tensor, step: StepTensors, **choices: Any) -> torch.Tensor:
+    return scene.run(functools.partial(attend, **choices), q_THD, step)
+
+
+def check(scene: Scene, q_THD: torch.Tensor, **choices: Any) -> torch.Tensor:
+    """One decode step of every sequence agrees with the twin in float32."""
+    step = scene.step([1] * len(scene.lengths))
+    actual_THD = on_cuda(scene, q_THD, step, **choices)
+    expected_THD = scene.run(attend_torch, q_THD.float(), step)
+    assert actual_THD.dtype == torch.bfloat16 and actual_THD.is_contiguous()
+    assert_close(actual_THD, expected_THD, *tolerances(scene, q_THD), scene.fmt.codec.name)
+    return actual_THD
+
+
+@pytest.mark.usefixtures("kernels", "poisoned")
+@pytest.mark.parametrize("codec", STRUCTS)
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (128, 9), (64, 1), (64, 16)])
+def test_matches_twin(randn: Randn, codec: str, head_dim: int, group: int) -> None:
+    """Two KV heads, one or two tiles of heads; every byte that no row owns is NaN."""
+    scene = make_scene(randn, codec, head_dim, num_kv_heads=2, lengths=[1, 63, 64, 65, 150])
+    q_THD = randn(5, 2 * group, head_dim, dtype=torch.bfloat16)
+    check(scene, q_THD, plan=SMALL)
+
+
+@pytest.mark.usefixtures("kernels", "poisoned")
+@pytest.mark.parametrize("codec", ["int4", "int8", "bf16"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        DecodePlan(num_splits=1, min_slices=1, num_warps=1, num_stages=3),
+        DecodePlan(num_splits=1, min_slices=1, num_warps=3, num_stages=2),
+        DecodePlan(num_splits=7, min_slices=2, num_warps=4, num_stages=5),
+        DecodePlan(num_splits=64, min_slices=1, num_warps=1, num_stages=4),
+    ],
+    ids=str,
+)
+def test_every_kind_of_plan(randn: Randn, codec: str, plan: DecodePlan) -> None:
+    """Rings of odd and even length, warps without work, more splits than a warp has lanes."""
+    scene = make_scene(randn, codec, 128, num_kv_heads=1, lengths=[577])
+    check(scene, randn(1, 3, 128, dtype=torch.bfloat16), plan=plan)
+
+
+@pytest.mark.usefixtures("kernels", "poisoned")
+@pytest.mark.parametrize("codec", STRUCTS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_code_and_scale(
+    randn: Randn, generator: torch.Generator, codec: str, head_dim: int
+) -> None:
+    """Random bytes for codes, subnormal ones too, and scales of every size from 2^-6 to 1."""
+    scene = make_scene(randn, codec, head_dim, num_kv_heads=1, lengths=[100])
+    fmt, num_pages = scene.fmt, len(scene.pages_PGB)
+    if codec != "bf16":
+        shape = (num_pages, 1, PAGE_SIZE * fmt.row.codes)
+        code = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        if codec == "fp8":
+            code[(code & 0x7F) == 0x7F] = 0x01
+        size = torch.rand(num_pages, 1, PAGE_SIZE, generator=generator) * -6
+        scale = size.exp2() / {"fp8": 448, "int8": 128, "int4": 8}[codec]
+        for codes_at, scale_at in ((fmt.k_codes, fmt.k_scale), (fmt.v_codes, fmt.v_scale)):
+            scene.pages_PGB[:, :, codes_at : codes_at + shape[-1]] = code.to(scene.pages_PGB.device)
+            stored = scale.bfloat16().view(torch.uint8).to(scene.pages_PGB.device)
+            scene.pages_PGB[:, :, scale_at : scale_at + 2 * PAGE_SIZE] = stored
+    ids = torch.tensor(scene.page_ids[0], device=scene.pages_PGB.device)
+    k_NGD, v_NGD = read_pages(scene.pages_PGB, fmt, ids, 100)
+    scene = dataclasses.replace(scene, keys=[k_NGD], values=[v_NGD])
+    check(scene, randn(1, 5, head_dim, dtype=torch.bfloat16), plan=SMALL)
+
+
+@pytest.mark.usefixtures("kernels", "poisoned")
+def test_queries_of_any_strides(randn: Randn) -> None:
+    scene = make_scene(randn, "int4", 64, num_kv_heads=2, lengths=[70, 5, 64])
+    q_DHT = randn(64, 6, 3, dtype=torch.bfloat16)
+    step = scene.step([1, 1, 1])
+    strided = on_cuda(scene, q_DHT.permute(2, 1, 0), step, plan=SMALL)
+    assert torch.equal(
+        strided, on_cuda(scene, q_DHT.permute(2, 1, 0).contiguous(), step, plan=SMALL)
+    )
+    check(scene, q_DHT.permute(2, 1, 0), plan=SMALL)
+
+
+@pytest.mark.usefixtures("kernels", "poisoned")
+def test_padding_is_zero_and_skipped_tiles_stay(randn: Randn) -> None:
+    """A sequence of length 0 gets zeros; a tile with sequence -1 leaves its token alone."""
+    scene = make_scene(randn, "fp8", 64, num_kv_heads=1, lengths=[70, 70, 70])
+    step = scene.step([1, 1, 1])
+    step.kv_len_S[1] = 0
+    step.tile_seq_Q[2] = -1
+    out_THD = on_cuda(scene, randn(3, 2, 64, dtype=torch.bfloat16), step, plan=SMALL)
+    assert out_THD[0].isfinite().all() and not out_THD[1].any() and out_THD[2].isnan().all()
+
+
+@pytest.mark.usefixtures("kernels", "poisoned")
+@pytest.mark.parametrize("codec", STRUCTS)
+def test_a_sequence_is_its_own(randn: Randn, codec: str) -> None:
+    """Alone or in company, beside NaN or not: the same bits; NaN in its own row shows."""
+    scene = make_scene(randn, codec, 64, num_kv_heads=1, lengths=[150, 90])
+    q_THD = randn(2, 3, 64, dtype=torch.bfloat16)
+    out_THD = on_cuda(scene, q_THD, scene.step([1, 1]), plan=SMALL)
+    alone = dataclasses.replace(scene, lengths=[90], page_ids=scene.page_ids[1:])
+    assert torch.equal(on_cuda(alone, q_THD[1:], alone.step([1]), plan=SMALL), out_THD[1:])
+    scene.pages_PGB[scene.page_ids[0][1]] = POISON
+    beside_THD = on_cuda(scene, q_THD, scene.step([1, 1]), plan=SMALL)
+    assert torch.equal(beside_THD[1], out_THD[1])
+    assert beside_THD[0].isnan().all()
+
+
+@pytest.mark.usefixtures("kernels", "poisoned")
+@pytest.mark.parametrize(
+    "plan", [SMALL, DecodePlan(num_splits=64, min_slices=1, num_warps=1)], ids=["small", "64"]
+)
+def test_scores_that_rise_along_the_sequence(randn: Randn, plan: DecodePlan) -> None:
+    """Every slice moves the maximum, and the last of up to 36 splits outweighs all the others."""
+    length, head_dim = 570, 128
+    q_THD = randn(1, 2, head_dim, dtype=torch.bfloat16)
+    direction_D = q_THD[0, 0].float() / q_THD[0, 0].float().norm()
+    ramp_N = torch.linspace(-60, 60, length, device=q_THD.device)
+    rows = [0.1 * randn(length, 1, head_dim) + ramp_N[:, None, None] * direction_D]
+    rows.append(randn(length, 1, head_dim))
+    scene = make_scene(
+        lambda *_shape: rows.pop(0), "bf16", head_dim, num_kv_heads=1, lengths=[length]
+    )
+    step = scene.step([1])
+    out_THD = on_cuda(scene, q_THD, step, plan=plan)
+    expected_THD = scene.run(attend_torch, q_THD.float(), step)
+    # Scores are exact but for FP32 sums; weights and output are rounded to bfloat16.
+    largest = float(scene.values[0].abs().max())
+    assert_close(out_THD, expected_THD, 2**-7 * largest, 2**-9 * largest)
+
+
+@pytest.mark.parametrize(
+    ("codec", "head_dim", "group", "dtype", "num_new"),
+    [
+        ("int4", 64, 1, torch.float32, 1),
+        ("int4", 64, 1, torch.bfloat16, 2),
+        ("int4", 64, 17, torch.bfloat16, 1),
+        ("int4", 96, 1, torch.bfloat16, 1),
+        ("int4_g32", 64, 1, torch.bfloat16, 1),
+        ("fp4", 64, 1, torch.bfloat16, 1),
+        ("fp32", 64, 1, torch.bfloat16, 1),
+    ],
+)
+def test_the_rest_goes_to_triton(
+    randn: Randn,
+    monkeypatch: pytest.MonkeyPatch,
+    codec: str,
+    head_dim: int,
+    group: int,
+    dtype: torch.dtype,
+    num_new: int,
+) -> None:
+    calls = []
+    monkeypatch.setattr(triton_attend, "attend", lambda *a, **k: calls.append((a, k)) or a[0])
+    scene = make_scene(randn, codec, head_dim, num_kv_heads=1, lengths=[5])
+    q_THD = randn(num_new, group, head_dim, dtype=dtype)
+    step = scene.step([num_new])
+    assert scene.run(attend, q_THD, step) is q_THD
+    args, kwargs = calls[0]
+    assert args[1:] == (scene.pages_PGB, scene.fmt, step)
+    assert kwargs.keys() == {"scale", "rotation_DD"}
+
+
+@pytest.mark.parametrize("codec", STRUCTS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_slices_and_plans_fit(codec: str, head_dim: int) -> None:
+    """Stages hold a slice and a barrier; rings fit an SM, two blocks of them past one wave."""
+    fmt = kv_format(codec, head_dim)
+    layout = slice_bytes(fmt)
+    assert PAGE_SIZE % layout.keys == 0 and layout.keys % 16 == 0
+    assert layout.stage_bytes >= layout.keys * fmt.row.total + 8 and layout.stage_bytes % 16 == 0
+    for num_sequences in (1, 2, 3, 8, 17, 32, 66, 256):
+        for num_kv_heads in (1, 2, 4, 8, 32, 128):
+            plan = plan_decode(num_sms=132, num_sequences=num_sequences, num_kv_heads=num_kv_heads)
+            plan.check(4, layout)
+            if num_sequences * num_kv_heads * plan.num_splits > 132:
+                # 228 KiB an SM; the kernel declares some memory, and the system takes 1 KiB.
+                declared = 1024 * (8.5 if head_dim == 128 else 5.5)
+                assert 2 * (plan.shared_bytes(layout) + declared + 1024) <= 228 * 1024
+    assert plan_decode(num_sms=132, num_sequences=1, num_kv_heads=4).num_splits == 33
+    assert plan_decode(num_sms=132, num_sequences=8, num_kv_heads=8).num_splits == 16
+
+
+@pytest.mark.parametrize("codec", STRUCTS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_page_is_what_the_kernel_thinks(codec: str, head_dim: int) -> None:
+    """`Part` of attend_codecs.cuh derives offsets from head_dim; they are the format's."""
+    fmt: KVFormat = kv_format(codec, head_dim)
+    scale_at = PAGE_SIZE * fmt.row.codes
+    zero_at = scale_at + PAGE_SIZE * fmt.row.scale
+    half = zero_at + PAGE_SIZE * fmt.row.zero
+    assert (fmt.k_codes, fmt.k_scale, fmt.k_zero) == (0, scale_at, zero_at)
+    assert (fmt.v_codes, fmt.v_scale, fmt.v_zero) == (half, half + scale_at, half + zero_at)
+    assert fmt.page_bytes == 2 * half
+
+
+@pytest.mark.usefixtures("kernels", "poisoned")
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", STRUCTS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 3, 4, 8, 16])
+@pytest.mark.parametrize("lengths", [[4097], [1, 1000, 65], [63, 64, 65, 1, 4097, 130, 2, 700]])
+def test_matches_twin_on_a_gpu(
+    randn: Randn, codec: str, head_dim: int, group: int, lengths: list[int]
+) -> None:
+    scene = make_scene(randn, codec, head_dim, num_kv_heads=4, lengths=lengths)
+    q_THD = randn(len(lengths), 4 * group, head_dim, dtype=torch.bfloat16)
+    out_THD = check(scene, q_THD)
+    assert torch.equal(check(scene, q_THD), out_THD), "two runs differ"
+    assert torch.equal(check(scene, q_THD, pdl=False), out_THD), "PDL changes bits"
+
+
+@pytest.mark.usefixtures("kernels", "poisoned")
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", STRUCTS)
+def test_long_contexts_on_a_gpu(randn: Randn, codec: str) -> None:
+    scene = make_scene(randn, codec, 128, num_kv_heads=2, lengths=[5000, 33_000, 64])
+    check(scene, randn(3, 16, 128, dtype=torch.bfloat16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", STRUCTS)
+def test_graph_replay_follows_kv_len(randn: Randn, device: torch.device, codec: str) -> None:
+    """One graph of two launches in a row, replayed at lengths below that of its capture."""
+    if not runtime.is_available(device):
+        pytest.skip("needs cuda-bindings and NVRTC")
+    scene = make_scene(randn, codec, 128, num_kv_heads=4, lengths=[3000, 2000])
+    q_THD = randn(2, 16, 128, dtype=torch.bfloat16)
+    step = scene.step([1, 1])
+    on_cuda(scene, q_THD, step)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first_THD = on_cuda(scene, q_THD, step)
+        second_THD = on_cuda(scene, q_THD, step)
+    for lengths in ([3000, 2000], [1, 1], [0, 64], [65, 1999], [2999, 0]):
+        step.kv_len_S.copy_(torch.tensor(lengths))
+        step.position_T.copy_(torch.tensor([max(0, n - 1) for n in lengths]))
+        expected_THD = on_cuda(scene, q_THD, step)
+        first_THD.fill_(float("nan"))
+        second_THD.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(first_THD, expected_THD), lengths
+        assert torch.equal(second_THD, expected_THD), lengths

@@ -1,0 +1,127 @@
+"""Compiling CUDA C++ without a GPU: availability, the disk cache and its key, every kernel."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from subten.kernels.cuda import runtime
+from subten.kernels.cuda.gemv import FORMATS
+
+KERNELS = [
+    (source, f"{kernel}<{weight_format.struct}, {depth}{rest}>")
+    for source, kernel, rest in (
+        ("linear.cu", "linear_kernel", ", false"),
+        ("linear.cu", "linear_kernel", ", true"),
+        ("experts.cu", "up_kernel", ""),
+        ("experts.cu", "down_kernel", ""),
+    )
+    for weight_format in FORMATS.values()
+    for depth in weight_format.depths
+] + [("route.cu", f"route_kernel<{keys}>") for keys in (1, 2, 4, 8, 16, 32)]
+
+needs_compiler = pytest.mark.skipif(
+    not runtime.has_compiler(), reason="needs cuda-bindings and NVRTC"
+)
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """What reached the compiler, which answers with bytes of its own; the cache is empty."""
+    calls = []
+
+    def compile_cubin(*what):
+        calls.append(what)
+        return b"code\n" + bytes([len(calls)]), "symbol"
+
+    monkeypatch.setenv("SUBTEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(runtime, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(runtime, "nvrtc_version", lambda: "13.0")
+    return calls
+
+
+def test_availability_never_raises(monkeypatch, device):
+    assert runtime.is_available() in (True, False)
+    assert runtime.is_available(torch.device("cpu")) is False
+    if device.type == "cpu":
+        assert runtime.is_available() is False
+
+    def missing(_name):
+        raise ImportError("no module")
+
+    monkeypatch.setattr(runtime.importlib, "import_module", missing)
+    assert runtime.has_compiler.__wrapped__() is False
+
+
+def test_a_second_process_finds_the_code_on_disk(compiled, tmp_path):
+    first = runtime.cached_compile("linear.cu", "a<1>", "sm_90a")
+    assert runtime.cached_compile("linear.cu", "a<1>", "sm_90a") == first
+    assert len(compiled) == 1
+    files = list((tmp_path / "cuda").iterdir())
+    assert [f.suffix for f in files] == [".cubin"]  # nothing half written stays
+
+
+def test_a_damaged_file_is_made_again(compiled, tmp_path):
+    runtime.cached_compile("linear.cu", "a<1>", "sm_90a")
+    (file,) = (tmp_path / "cuda").iterdir()
+    whole = file.read_bytes()
+    for damaged in (whole[:-1], b"", b"{}\n" + whole, b"[1]\n", b"\xff\n"):
+        file.write_bytes(damaged)
+        num_calls = len(compiled)
+        cubin, symbol = runtime.cached_compile("linear.cu", "a<1>", "sm_90a")
+        assert len(compiled) == num_calls + 1 and symbol == "symbol"
+        assert cubin == b"code\n" + bytes([len(compiled)])
+
+
+def test_all_that_decides_the_code_is_in_the_key(monkeypatch):
+    base = ("linear.cu", "a<1>", "sm_90a", "13.0")
+    keys = {runtime.cache_key(*base)}
+    for i, other in enumerate(("experts.cu", "a<2>", "sm_80", "13.1")):
+        keys.add(runtime.cache_key(*base[:i], other, *base[i + 1 :]))
+    files = runtime.source_files()
+    for name in ("linear.cu", "gemv.cuh", "experts.cu"):
+        changed = files | {name: files[name] + "\n"}
+        monkeypatch.setattr(runtime, "source_files", lambda changed=changed: changed)
+        keys.add(runtime.cache_key(*base))
+    # All differ, but for a change in a file that this kernel does not include.
+    assert len(keys) == 1 + 4 + 2
+
+
+def test_arguments_become_the_types_of_the_parameters():
+    tensor = torch.zeros(4)
+    assert runtime.pack_argument(tensor).value == tensor.data_ptr()
+    assert runtime.pack_argument(None).value is None
+    assert isinstance(runtime.pack_argument(3), ctypes.c_int32)
+    assert isinstance(runtime.pack_argument(3.0), ctypes.c_float)
+    assert runtime.pack_argument(ctypes.c_int64(2**40)).value == 2**40
+    with pytest.raises(AssertionError):
+        runtime.pack_argument(2**31)
+
+
+def test_architecture_of_a_capability():
+    assert runtime.architecture((9, 0)) == "sm_90a"
+    assert runtime.architecture((8, 0)) == "sm_80"
+    assert runtime.architecture((12, 0)) == "sm_120"
+
+
+@needs_compiler
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize(("source", "name"), [KERNELS[1], KERNELS[-4]])
+def test_nvrtc_compiles(source, name, arch):
+    cubin, symbol = runtime.compile_cubin(source, name, arch)
+    assert cubin[:4] == b"\x7fELF" and symbol.encode() in cubin
+
+
+@needs_compiler
+def test_the_compiler_tells_what_is_wrong():
+    with pytest.raises(RuntimeError, match="no_such_kernel"):
+        runtime.compile_cubin("linear.cu", "no_such_kernel<1>", "sm_90a")
+
+
+@pytest.mark.gpu
+@needs_compiler
+@pytest.mark.parametrize(("source", "name"), KERNELS)
+def test_every_kernel_compiles_and_loads(source, name, device):
+    runtime.kernel(source, name, torch.zeros(1, device=device).device)
