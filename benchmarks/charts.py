@@ -95,7 +95,11 @@ def main() -> None:
     """Draw what there are results for."""
     results = read_results(RESULTS)
     IMAGES.mkdir(parents=True, exist_ok=True)
-    quality = [result for result in results if result.get("kind") == "kv_quality"]
+    quality = [
+        result
+        for result in results
+        if result.get("kind") == "kv_quality" and result.get("quantization", "none") == "none"
+    ]
     if quality:
         quality.sort(key=lambda result: str(result["model"]))
         kv_quality(quality, IMAGES / "kv-quality.png")

@@ -1,12 +1,16 @@
 """Times the small-batch CUDA kernels with cold caches, over plans; one JSON line a measurement.
 
-    python benchmarks/gemv_bench.py --shape qwen3-30b-a3b --kernel down --plans all > down.jsonl
+    gemv_bench.py --chain                              a layer's kernels together
+    gemv_bench.py --chain --plans all > plans.jsonl    plans, judged by the time of the layer
+    gemv_bench.py --kernel head --plans all > head.jsonl
+    gemv_bench.py --table plans.jsonl head.jsonl       the tables of gemv.py and experts.py
 
 A measurement is a CUDA graph of launches that go round over enough layers, or sets of experts,
 that their weights pass `--cold-mb`: several times the L2. Times are medians of replays, divided by
 the launches. The chain of equal kernels lets each fetch weights while the one before it ends, as a
-layer does; `"pdl": false` is the same chain without. `roof_fraction` is of the read-only bandwidth
-measured in the same run. Weights are random; bytes count codes and scales, not activations.
+layer does; `"pdl": false` is the same chain without. `--chain` times the layer itself, and with
+each of its kernels left out. `roof_fraction` is of the read-only bandwidth measured in the same
+run. Weights are random; bytes count codes and scales, not activations.
 """
 
 from __future__ import annotations
@@ -17,22 +21,25 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from statistics import median
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from gemv_chain import STAGES, Chain, chain_records, search_records
+from gemv_setup import DEVICE, Sizes, compile_all, graph_us, print_tables, random_weight
 from subten.bench.roof import measure_roof
 from subten.bench.shapes import SHAPES
 from subten.config import ModelConfig
 from subten.kernels.cuda import is_available
-from subten.kernels.cuda.experts import launch_down, launch_up, plan_down, plan_up
-from subten.kernels.cuda.gemv import FORMATS, TILE_ROWS, GemvPlan, linear, plan_gemv
+from subten.kernels.cuda.experts import launch_down, launch_up
+from subten.kernels.cuda.gemv import FORMATS, GemvPlan, linear
 from subten.kernels.cuda.route import route
 from subten.kernels.route import Routing
-from subten.kernels.weight_formats import Weight
 
 KERNELS = ("qkv", "output", "head", "up", "down", "route")
-DEVICE = torch.device("cuda")
+
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,19 +49,6 @@ class Case:
     run: Callable[[int, GemvPlan | None, bool], object]
     num_copies: int
     num_bytes: int
-    plan: GemvPlan | None = None
-    plans: tuple[GemvPlan, ...] = ()
-
-
-def random_weight(*shape: int, weight_format: str) -> Weight:
-    """Random codes, so that the bytes are as incompressible as a model's; small finite scales."""
-    weight = Weight(shape, quantization=weight_format, device=DEVICE, dtype=torch.bfloat16)
-    if weight_format == "none":
-        weight.codes.normal_(std=0.02)
-    else:
-        weight.codes.view(torch.int32).random_()
-        weight.scale.fill_(1e-3)
-    return weight
 
 
 def make_linear(
@@ -78,14 +72,7 @@ def make_linear(
         return linear(h_TK, weight, residual_TN=residual_TN, plan=plan, pdl=pdl)
 
     h_TK = x_TK.bfloat16()
-    plan = plan_gemv(num_rows // TILE_ROWS, dim, weight_format)
-    return Case(
-        run=run,
-        num_copies=num_copies,
-        num_bytes=first.nbytes,
-        plan=plan,
-        plans=tuple(linear_plans(plan, dim, weight_format)),
-    )
+    return Case(run=run, num_copies=num_copies, num_bytes=first.nbytes)
 
 
 def make_experts(
@@ -121,13 +108,7 @@ def make_experts(
             return launch_up(routing, weight, plan=plan, pdl=pdl)
         return launch_down(routing, act_AF, weight, residual_TD=residual_TD, plan=plan, pdl=pdl)
 
-    if is_up:
-        plan = plan_up(top_k, hidden, dim, weight_format)
-        plans = tuple(linear_plans(plan, dim, weight_format))
-    else:
-        plan = plan_down(top_k, hidden, weight_format)
-        plans = tuple(down_plans(top_k, hidden, weight_format))
-    return Case(run=run, num_copies=sets * num_layers, num_bytes=num_bytes, plan=plan, plans=plans)
+    return Case(run=run, num_copies=sets * num_layers, num_bytes=num_bytes)
 
 
 def make_route(config: ModelConfig, args: argparse.Namespace) -> Case:
@@ -150,58 +131,27 @@ def make_route(config: ModelConfig, args: argparse.Namespace) -> Case:
 
 def copies_for(num_bytes: int, args: argparse.Namespace) -> int:
     """Copies until a round passes the L2 by far, at least two."""
-    return max(2, min(2048, math.ceil(args.cold_mb * 1e6 / num_bytes)))
-
-
-def linear_plans(best: GemvPlan, dim: int, weight_format: str) -> Iterator[GemvPlan]:
-    """Every plan near the one of the table; the table's first."""
-    yield best
-    num_blocks = dim // FORMATS[weight_format].block
-    for warps_k, warps_n, tiles, depth in itertools.product(
-        (1, 2, 4, 8, 16), (1, 2, 4, 8), (1, 2, 4), FORMATS[weight_format].depths
-    ):
-        plan = GemvPlan(warps_k=warps_k, warps_n=warps_n, tiles=tiles, depth=depth)
-        is_legal = warps_k <= num_blocks and tiles <= 2 * warps_k
-        if is_legal and plan != best and 2 <= warps_k * warps_n <= 16:
-            yield plan
-
-
-def down_plans(top_k: int, hidden: int, weight_format: str) -> Iterator[GemvPlan]:
-    """Every number of warps an expert, and every depth."""
-    for warps_k, depth in itertools.product((1, 2, 3, 4, 6, 8), FORMATS[weight_format].depths):
-        if warps_k * top_k <= 16 and warps_k <= hidden // FORMATS[weight_format].block:
-            yield GemvPlan(warps_k=warps_k, warps_n=top_k, depth=depth)
+    return max(2, min(2048, math.ceil(float(args.cold_mb) * 1e6 / num_bytes)))
 
 
 def time_us(case: Case, plan: GemvPlan | None, *, pdl: bool, num_replays: int) -> float:
-    """Median microseconds of one launch within a graph that goes round over all copies."""
-    num_launches = max(case.num_copies, 32)
+    """Microseconds of one launch within a graph that goes round over all copies."""
+    num_launches = max(case.num_copies, 16)
     case.run(0, plan, pdl)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(num_launches):
-            case.run(i, plan, pdl)
-    times_ms = []
-    for _ in range(num_replays + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times_ms.append(start.elapsed_time(end))
-    return median(times_ms[2:]) / num_launches * 1e3
+    us = graph_us(
+        lambda: [case.run(i, plan, pdl) for i in range(num_launches)], num_replays=num_replays
+    )
+    return us / num_launches
 
 
-def make_case(kernel: str, shape: str, weight_format: str, args: argparse.Namespace) -> Case:
+def make_case(kernel: str, sizes: Sizes, args: argparse.Namespace) -> Case:
     """The launches of one kernel of a shape."""
-    config = SHAPES[shape]
-    heads = config.num_heads * config.head_dim
-    qkv = heads + 2 * config.num_kv_heads * config.head_dim
+    config, weight_format = sizes.config, sizes.weight_format
     if kernel == "qkv":
-        return make_linear(qkv, config.d_model, args, weight_format, is_normed=True)
+        return make_linear(sizes.qkv, config.d_model, args, weight_format, is_normed=True)
     if kernel == "output":
-        return make_linear(config.d_model, heads, args, weight_format, is_normed=False)
+        return make_linear(config.d_model, sizes.heads, args, weight_format, is_normed=False)
     if kernel == "head":
         return make_linear(config.vocab_size, config.d_model, args, weight_format, is_normed=True)
     if kernel == "route":
@@ -209,59 +159,96 @@ def make_case(kernel: str, shape: str, weight_format: str, args: argparse.Namesp
     return make_experts(config, args, weight_format, is_up=kernel == "up")
 
 
+def kernel_records(kernel: str, sizes: Sizes, args: argparse.Namespace) -> Iterator[Record]:
+    """The table's plan with PDL and without, or every plan with PDL: the best, and the table's."""
+    case = make_case(kernel, sizes, args)
+    has_plan = kernel != "route"
+    table = sizes.table_plan(kernel) if has_plan else None
+    times = [(pdl, table) for pdl in (True, False)]
+    if args.plans == "all" and has_plan:
+        plans = sizes.all_plans(kernel)
+        quick = {plan: time_us(case, plan, pdl=True, num_replays=2) for plan in plans}
+        best = sorted(plans, key=lambda plan: quick[plan])[: args.best]
+        times = [(True, plan) for plan in dict.fromkeys([*best, plans[0]])]
+    for pdl, plan in times:
+        us = time_us(case, plan, pdl=pdl, num_replays=args.replays)
+        yield {
+            "kernel": kernel,
+            "pdl": pdl,
+            "us": round(us, 3),
+            "bytes": case.num_bytes,
+            "is_table": plan == table,
+            "key": sizes.key(kernel) if has_plan else None,
+            "plan": None if plan is None else asdict(plan),
+        }
+
+
+def sizes_records(sizes: Sizes, args: argparse.Namespace) -> Iterator[Record]:
+    """What the command line asks for of one shape and format."""
+    if not args.chain:
+        for kernel in args.kernel:
+            if kernel != "route" or sizes.weight_format == args.format[0]:
+                yield from kernel_records(kernel, sizes, args)
+        return
+    chain = Chain(sizes, cold_mb=args.cold_mb)
+    if args.plans == "all":
+        yield from search_records(chain, num_best=args.best, num_replays=args.replays)
+    else:
+        yield from chain_records(chain, num_replays=args.replays)
+
+
+def measure(args: argparse.Namespace) -> Iterator[Record]:
+    """Every record that the command line asks for."""
+    cases = [
+        (shape, Sizes(config=SHAPES[shape], weight_format=name, num_tokens=args.tokens))
+        for shape, name in itertools.product(args.shape, args.format)
+    ]
+    kernels = STAGES if args.chain else args.kernel
+    with_all_plans = args.plans == "all"
+    compile_all({job for _, s in cases for job in s.jobs(kernels, with_all_plans=with_all_plans)})
+    for shape, sizes in cases:
+        for record in sizes_records(sizes, args):
+            yield {
+                "mode": "chain" if args.chain else "alone",
+                "shape": shape,
+                "format": "float32" if record["kernel"] == "route" else sizes.weight_format,
+                "num_tokens": args.tokens,
+                **record,
+            }
+        torch.cuda.empty_cache()
+
+
 def main() -> None:
-    """Print one JSON line for each kernel, format, plan and PDL setting."""
+    """Print one JSON line for each measurement."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     shapes = ("qwen3-30b-a3b", "mixtral-8x7b")
     parser.add_argument("--shape", choices=shapes, nargs="+", default=list(shapes))
     parser.add_argument("--format", choices=tuple(FORMATS), nargs="+", default=list(FORMATS))
     parser.add_argument("--kernel", choices=KERNELS, nargs="+", default=list(KERNELS))
+    parser.add_argument("--chain", action="store_true", help="a layer's kernels together")
     parser.add_argument("--plans", choices=("table", "all"), default="table")
     parser.add_argument("--best", type=int, default=5, help="with --plans all: print so many")
     parser.add_argument("--tokens", type=int, default=1)
-    parser.add_argument("--cold-mb", type=float, default=400.0)
+    parser.add_argument("--cold-mb", type=float, default=300.0)
     parser.add_argument("--replays", type=int, default=15)
+    parser.add_argument(
+        "--table", type=Path, nargs="+", help="only print the plan tables of these records"
+    )
     args = parser.parse_args()
+    if args.table is not None:
+        lines = [line for path in args.table for line in path.read_text().splitlines()]
+        print_tables([json.loads(line) for line in lines])
+        return
     if not is_available():
         parser.error("needs an NVIDIA GPU, cuda-bindings and NVRTC")
     roof = measure_roof(DEVICE)
     gpu = torch.cuda.get_device_name()
     print(json.dumps({"kernel": "roof", "gpu": gpu, "tb_s": round(roof.tb_s, 3), "how": roof.how}))
-    for shape, kernel, weight_format in itertools.product(args.shape, args.kernel, args.format):
-        if kernel == "route" and weight_format != args.format[0]:
-            continue
-        case = make_case(kernel, shape, weight_format, args)
-        plans: tuple[GemvPlan | None, ...] = (case.plan,)
-        settings = [True, False]
-        if args.plans == "all" and case.plans:
-            plans, settings = case.plans, [True]
-        records = []
-        for plan, pdl in itertools.product(plans, settings):
-            us = time_us(case, plan, pdl=pdl, num_replays=args.replays)
-            tb_s = case.num_bytes / us / 1e6
-            records.append(
-                {
-                    "shape": shape,
-                    "kernel": kernel,
-                    "format": "float32" if kernel == "route" else weight_format,
-                    "num_tokens": args.tokens,
-                    "pdl": pdl,
-                    "us": round(us, 3),
-                    "bytes": case.num_bytes,
-                    "tb_s": round(tb_s, 3),
-                    "roof_fraction": round(tb_s / roof.tb_s, 3),
-                    "is_table": plan == case.plan,
-                    "plan": None if plan is None else asdict(plan),
-                }
-            )
-        if args.plans == "all":
-            ranked = sorted(records, key=lambda record: record["us"])
-            tables = [record for record in records if record["is_table"]]
-            records = ranked[: args.best] + [r for r in tables if r not in ranked[: args.best]]
-        for record in records:
-            print(json.dumps(record), flush=True)
-        del case
-        torch.cuda.empty_cache()
+    for record in measure(args):
+        if "bytes" in record:
+            tb_s = record["bytes"] / record["us"] / 1e6
+            record |= {"tb_s": round(tb_s, 3), "roof_fraction": round(tb_s / roof.tb_s, 3)}
+        print(json.dumps(record), flush=True)
 
 
 if __name__ == "__main__":

@@ -108,9 +108,32 @@ def quality_table(results: Results) -> str:
             str(row["num_tokens"]),
         ]
         for result in _of_kind(results, "kv_quality")
+        if result.get("quantization", "none") == "none"
         for row in result["results"]
     ]
     header = ["model, text", "KV cache", "true bits", "perplexity", "change", "KLD mean"]
+    return _table([*header, "KLD 99.9 %", "top-1 agrees", "tokens"], rows)
+
+
+def weights_table(results: Results) -> str:
+    """Perplexity and KLD per weight format, from the same model unquantised."""
+    rows = [
+        [
+            f"{result['model']}, {result['text']}",
+            result["quantization"],
+            row["kv_cache_dtype"],
+            f"{row['perplexity']:.3f}",
+            f"{(row['perplexity_ratio'] - 1) * 100:+.2f} %",
+            f"{row['kld_mean']:.5f}",
+            f"{row['kld_p999']:.4f}",
+            f"{row['top1_agreement'] * 100:.2f} %",
+            str(row["num_tokens"]),
+        ]
+        for result in _of_kind(results, "kv_quality")
+        if result.get("quantization", "none") != "none"
+        for row in result["results"]
+    ]
+    header = ["model, text", "weights", "KV cache", "perplexity", "change", "KLD mean"]
     return _table([*header, "KLD 99.9 %", "top-1 agrees", "tokens"], rows)
 
 
@@ -186,6 +209,25 @@ def decode_table(results: Results) -> str:
     return _table(header, rows)
 
 
+def short_decode_table(results: Results) -> str:
+    """Batch 1 alone, and what a reader of the README wants of it."""
+    rows = [
+        [
+            result["shape"],
+            f"{result['weights_dtype']}, {result['kv_cache_dtype']}",
+            str(result["context_len"]),
+            f"{result['tpot_ms_p50']:.2f}",
+            f"{result['tpot_ms_p99']:.2f}",
+            f"{result['floor_ms']:.2f}",
+            f"{result['roof_fraction'] * 100:.0f} %",
+        ]
+        for result in sorted(_of_kind(results, "decode_latency"), key=_decode_key)
+        if result["batch_size"] == 1
+    ]
+    header = ["shape", "weights, KV cache", "context", "TPOT p50, ms", "p99", "floor, ms"]
+    return _table([*header, "of the roof"], rows)
+
+
 def peers_table(results: Results) -> str:
     """What other engines take at the same shapes, in their own best setting."""
     rows = [
@@ -250,9 +292,11 @@ TABLES: Mapping[str, Callable[[Results], str]] = {
     "demo": demo_table,
     "latency": latency_table,
     "quality": quality_table,
+    "weights": weights_table,
     "moe": moe_table,
     "formats": formats_table,
     "decode": decode_table,
+    "decode-short": short_decode_table,
     "kernels": kernels_table,
     "peers": peers_table,
     "runs": runs_table,

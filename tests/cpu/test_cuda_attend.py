@@ -108,7 +108,7 @@ def check(scene: Scene, q_THD: torch.Tensor, **choices: Any) -> torch.Tensor:
 
 @pytest.mark.usefixtures("kernels", "poisoned")
 @pytest.mark.parametrize("codec", STRUCTS)
-@pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (128, 9), (64, 1), (64, 16)])
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (128, 8), (64, 1), (64, 5)])
 def test_matches_twin(randn: Randn, codec: str, head_dim: int, group: int) -> None:
     """Two KV heads, one or two tiles of heads; every byte that no row owns is NaN."""
     scene = make_scene(randn, codec, head_dim, num_kv_heads=2, lengths=[1, 63, 64, 65, 150])
@@ -221,12 +221,43 @@ def test_scores_that_rise_along_the_sequence(randn: Randn, plan: DecodePlan) -> 
     assert_close(out_THD, expected_THD, 2**-7 * largest, 2**-9 * largest)
 
 
+@pytest.mark.usefixtures("kernels", "poisoned")
+@pytest.mark.parametrize("codec", STRUCTS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_newest_rows_are_read_after_the_wait(
+    randn: Randn, device: torch.device, codec: str, head_dim: int
+) -> None:
+    """Copies start before the kernel ahead has ended, but for slices with a row that it writes."""
+    if device.type != "cpu":
+        pytest.skip("only the emulator sees when a copy starts")
+    scene = make_scene(randn, codec, head_dim, num_kv_heads=2, lengths=[1, 64, 65, 143])
+    fmt = scene.fmt
+    starts, sizes = [], []
+    for length, page_ids in zip(scene.lengths, scene.page_ids, strict=True):
+        page, row = page_ids[(length - 1) // PAGE_SIZE], (length - 1) % PAGE_SIZE
+        for at, row_bytes in (
+            *((at, fmt.row.codes) for at in (fmt.k_codes, fmt.v_codes)),
+            *((at, fmt.row.scale) for at in (fmt.k_scale, fmt.v_scale)),
+            *((at, fmt.row.zero) for at in (fmt.k_zero, fmt.v_zero)),
+        ):
+            for head in range(2 if row_bytes else 0):
+                starts.append(scene.pages_PGB[page, head].data_ptr() + at + row * row_bytes)
+                sizes.append(row_bytes)
+    num = len(starts)
+    emulator().set_late((ctypes.c_void_p * num)(*starts), (ctypes.c_int * num)(*sizes), num)
+    try:
+        check(scene, randn(4, 6, head_dim, dtype=torch.bfloat16), plan=SMALL)
+        assert emulator().num_early_copies() > 0
+    finally:
+        emulator().set_late(None, None, 0)
+
+
 @pytest.mark.parametrize(
     ("codec", "head_dim", "group", "dtype", "num_new"),
     [
         ("int4", 64, 1, torch.float32, 1),
         ("int4", 64, 1, torch.bfloat16, 2),
-        ("int4", 64, 17, torch.bfloat16, 1),
+        ("int4", 64, 9, torch.bfloat16, 1),
         ("int4", 96, 1, torch.bfloat16, 1),
         ("int4_g32", 64, 1, torch.bfloat16, 1),
         ("fp4", 64, 1, torch.bfloat16, 1),
@@ -263,14 +294,25 @@ def test_slices_and_plans_fit(codec: str, head_dim: int) -> None:
     assert layout.stage_bytes >= layout.keys * fmt.row.total + 8 and layout.stage_bytes % 16 == 0
     for num_sequences in (1, 2, 3, 8, 17, 32, 66, 256):
         for num_kv_heads in (1, 2, 4, 8, 32, 128):
-            plan = plan_decode(num_sms=132, num_sequences=num_sequences, num_kv_heads=num_kv_heads)
-            plan.check(4, layout)
-            if num_sequences * num_kv_heads * plan.num_splits > 132:
+            for max_kv_len in (1024, 131072):
+                plan = plan_decode(
+                    fmt,
+                    num_sms=132,
+                    num_sequences=num_sequences,
+                    num_kv_heads=num_kv_heads,
+                    max_kv_len=max_kv_len,
+                )
+                plan.check(8, layout)
                 # 228 KiB an SM; the kernel declares some memory, and the system takes 1 KiB.
-                declared = 1024 * (8.5 if head_dim == 128 else 5.5)
-                assert 2 * (plan.shared_bytes(layout) + declared + 1024) <= 228 * 1024
-    assert plan_decode(num_sms=132, num_sequences=1, num_kv_heads=4).num_splits == 33
-    assert plan_decode(num_sms=132, num_sequences=8, num_kv_heads=8).num_splits == 16
+                declared = 1024 * (3.6 if head_dim == 128 else 2.6)
+                is_for_two = 2 * (plan.shared_bytes(layout) + declared + 1024) <= 228 * 1024
+                assert is_for_two or plan.num_warps == 12 or max_kv_len > 4096, plan
+                assert plan.num_warps == 8 or num_sequences * num_kv_heads <= 66, plan
+    for num_sequences, num_kv_heads, num_splits in ((1, 4, 32), (8, 8, 16)):
+        plan = plan_decode(
+            fmt, num_sms=132, num_sequences=num_sequences, num_kv_heads=num_kv_heads, max_kv_len=9
+        )
+        assert plan.num_splits == num_splits, plan
 
 
 @pytest.mark.parametrize("codec", STRUCTS)
@@ -290,7 +332,7 @@ def test_the_page_is_what_the_kernel_thinks(codec: str, head_dim: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("codec", STRUCTS)
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("group", [1, 3, 4, 8, 16])
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
 @pytest.mark.parametrize("lengths", [[4097], [1, 1000, 65], [63, 64, 65, 1, 4097, 130, 2, 700]])
 def test_matches_twin_on_a_gpu(
     randn: Randn, codec: str, head_dim: int, group: int, lengths: list[int]

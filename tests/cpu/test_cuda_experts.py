@@ -11,7 +11,13 @@ from conftest import assert_close
 from subten.kernels.cuda import experts as cuda_experts
 from subten.kernels.cuda import runtime
 from subten.kernels.cuda.experts import experts, plan_down, plan_up
-from subten.kernels.cuda.gemv import FORMATS, MAX_SHARED_BYTES, NUM_SMS, GemvPlan
+from subten.kernels.cuda.gemv import (
+    FORMATS,
+    MAX_SHARED_BYTES,
+    NUM_SMS,
+    GemvPlan,
+    is_one_token,
+)
 from subten.kernels.route import Routing
 from subten.kernels.weight_formats import Weight
 
@@ -98,6 +104,20 @@ def test_experts_of_odd_sizes(randn, generator, weight_format, num_tokens):
             down_plan=GemvPlan(warps_k=2, warps_n=3, depth=2),
         )
     )
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("dim", [512, 640])
+@pytest.mark.usefixtures("kernels", "poisoned")
+def test_one_token_in_and_past_the_registers(randn, generator, weight_format, dim):
+    """32 threads keep 512 features of h; slices of `down` are longer than one warp's batch."""
+    sizes = {"T": 1, "E": 3, "top_k": 2, "D": dim, "hidden": 1152}
+    case = Case(
+        randn, generator, **sizes, weight_format=weight_format, residual_dtype=torch.float32
+    )
+    up_plan = GemvPlan(warps_k=1, tiles=2, depth=2)
+    assert is_one_token(1, dim, up_plan) == (dim <= 512)
+    case.check(case.run(up_plan=up_plan, down_plan=GemvPlan(warps_k=1, warps_n=2, depth=4)))
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)

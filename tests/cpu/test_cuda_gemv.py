@@ -120,6 +120,30 @@ def test_linear_of_every_kind_of_plan(randn, weight_format, plan):
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("dim", [128, 384, 512, 640])
+@pytest.mark.usefixtures("kernels", "poisoned")
+def test_one_token_in_and_past_the_registers(randn, weight_format, dim):
+    """32 threads keep 512 inputs; of more, x is read twice."""
+    plan = GemvPlan(warps_k=1, depth=2)
+    assert gemv.is_one_token(1, dim, plan) == (dim <= 512)
+    for x_dtype, has_bias in (
+        (torch.bfloat16, False),
+        (torch.bfloat16, True),
+        (torch.float32, True),
+    ):
+        check_linear(
+            randn,
+            T=1,
+            N=32,
+            K=dim,
+            weight_format=weight_format,
+            x_dtype=x_dtype,
+            plan=plan,
+            has_bias=has_bias,
+        )
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.usefixtures("kernels")
 def test_a_token_has_the_same_bits_alone_and_among_others(randn, weight_format):
     weight = Weight.of(randn(32, 512).bfloat16(), weight_format)
@@ -209,6 +233,15 @@ def test_plans_hold_what_kernels_rely_on(shape, weight_format):
     plan.check(dim, FORMATS[weight_format])
     for num_tokens in (1, 8):
         assert gemv._linear_shared(weight_format, num_tokens, dim, plan) <= gemv.MAX_SHARED_BYTES
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_rule_for_other_shapes_keeps_an_sm_busy(monkeypatch, shape, weight_format):
+    monkeypatch.setattr(gemv, "MEASURED", {})
+    num_rows, dim = shape
+    plan = plan_gemv(num_rows // 16, dim, weight_format)
+    plan.check(dim, FORMATS[weight_format])
     if num_rows >= 2048 and dim >= 2048:
         # Enough warps for every SM, and 32 KiB in flight an SM if its warps hold that much.
         warps = num_rows // 16 * plan.warps_k / plan.tiles

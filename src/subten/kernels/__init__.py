@@ -25,7 +25,7 @@ _TABLE: Mapping[str, tuple[str, str | None]] = {
     "linear": ("linear", "gemv"),
     "route": ("route", "route"),
     "experts": ("experts", "experts"),
-    "kv_append": ("kv_append", None),
+    "kv_append": ("kv_append", "kv_append"),
     "attend": ("attend", "attend"),
     "sample": ("sample", None),
 }

@@ -29,6 +29,14 @@ struct Arrivals {
 
 inline std::map<const void*, Arrivals> arrivals;
 
+// Bytes that the kernel ahead still writes: no copy may start before the wait, and how many did.
+struct Late {
+    const u8* from;
+    int num_bytes;
+};
+inline std::vector<Late> late;
+inline int num_early_copies;
+
 inline void check(bool holds, const char* what) {
     if (holds) return;
     std::fprintf(stderr, "emulated attention: %s\n", what);
@@ -52,9 +60,23 @@ inline void expect_bytes(u64* barrier, int num_bytes) {
 inline void copy_bulk(void* to, const void* from, int num_bytes, u64* barrier) {
     const uintptr_t bits = (uintptr_t)to | (uintptr_t)from | num_bytes;
     emulation::check(bits % 16 == 0 && num_bytes > 0, "a copy is not aligned");
+    if (!emulation::has_waited[emulation::current]) {
+        ++emulation::num_early_copies;
+        for (const emulation::Late& l : emulation::late)
+            emulation::check((const u8*)from >= l.from + l.num_bytes ||
+                                 (const u8*)from + num_bytes <= l.from,
+                             "a row is copied before the wait that says it is written");
+    }
     emulation::arrivals.at(barrier).copies.push_back({(u8*)to, (const u8*)from, num_bytes});
     std::memset(to, 0xff, num_bytes);
 }
+
+inline void prefetch_bulk(const void* from, int num_bytes) {
+    emulation::check(((uintptr_t)from | num_bytes) % 16 == 0 && num_bytes > 0,
+                     "a prefetch is not aligned");
+}
+
+inline void leave_without_waiting() { emulation::has_waited[emulation::current] = true; }
 
 inline void wait_phase(u64* barrier, int parity) {
     emulation::Arrivals& a = emulation::arrivals.at(barrier);
@@ -80,6 +102,8 @@ inline u32 transpose_8x8(u32 pair) {
 
 inline u32 low_halves(u32 a, u32 b) { return (a & 0xffff) | b << 16; }
 inline u32 high_halves(u32 a, u32 b) { return a >> 16 | (b & 0xffff0000u); }
+inline u32 half_selector(bool is_high) { return is_high; }
+inline float select_half(u32 w, u32 selector) { return selector ? high_bf16(w) : low_bf16(w); }
 inline u32 and_or(u32 w, u32 mask, u32 bits) { return (w & mask) | bits; }
 inline u32 and_xor(u32 w, u32 mask, u32 bits) { return (w & mask) ^ bits; }
 
@@ -90,6 +114,12 @@ inline u32 multiply_bf16x2(u32 a, u32 b) {
     return pack_bf16(low_bf16(a) * low_bf16(b), high_bf16(a) * high_bf16(b));
 }
 
+// The product is exact, and so is its sum with what the kernel adds.
+inline u32 multiply_add_bf16x2(u32 a, u32 b, u32 c) {
+    return pack_bf16(low_bf16(a) * low_bf16(b) + low_bf16(c),
+                     high_bf16(a) * high_bf16(b) + high_bf16(c));
+}
+
 inline float power_of_two(float v) { return std::exp2(v); }
 inline float larger(float a, float b) { return std::fmax(a, b); }
 
@@ -98,6 +128,8 @@ inline int shuffle_from(int v, int from) {
     exchange(v, [&](int lane, int other) { if (lane == from) got = other; });
     return got;
 }
+
+inline int count_arrival(int* counter) { return (*counter)++; }
 
 template <int N>
 void load_from_l2(float (&v)[N], const float* at) {

@@ -39,3 +39,14 @@ extern "C" int emulate(const char* name, int x, int y, int z, int block, int sha
     emulation::run_grid({x, y, z}, block, shared_bytes, [&] { found->second(args); });
     return 0;
 }
+
+// From now on the bytes of `count` rows are written by the kernel ahead of each launch.
+extern "C" void set_late(const void** from, const int* num_bytes, int count) {
+    emulation::late.clear();
+    emulation::num_early_copies = 0;
+    for (int i = 0; i < count; ++i)
+        emulation::late.push_back({(const u8*)from[i], num_bytes[i]});
+}
+
+// Copies that started before the wait since then.
+extern "C" int num_early_copies() { return emulation::num_early_copies; }

@@ -154,7 +154,9 @@ inline u16 load_constant2(const void* at) { return *reinterpret_cast<const u16*>
 inline float load_constant_float(const float* at) { return *at; }
 inline float load_from_l2(const float* at) { return *at; }
 inline int load_from_l2(const int* at) { return *at; }
-inline int arrive(int* counter) { return (*counter)++; }
+inline uint4 load_from_l2(const uint4* at) { return *at; }
+inline void publish(float* to, float v) { *to = v; }
+inline float poll(const float* at) { return *at; }
 
 inline float bits_float(u32 v) { return emulation::as<float>(&v); }
 inline int float_bits(float v) { return emulation::as<int>(&v); }
@@ -169,7 +171,15 @@ inline u32 round_bf16(float v) {
 inline u32 pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
 
 inline float inverse_sqrt(float v) { return 1.0f / std::sqrt(v); }
+inline float near_inverse_sqrt(float v) { return 1.0f / std::sqrt(v); }
 inline float exponential(float v) { return std::exp(v); }
+inline float divide(float a, float b) { return a / b; }
+inline float rough_reciprocal(float v) {
+    const float inverse = 1.0f / v;  // off by an ulp where it may be
+    return std::nextafter(inverse, float_bits(v) & 0x10000 ? 0.0f : 1e38f);
+}
+inline float multiply(float a, float b) { return a * b; }
+inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 inline int count_bits(u32 v) { return __builtin_popcount(v); }
 inline int lowest_bit(u32 v) { return __builtin_ffs(v) - 1; }
 

@@ -3,6 +3,7 @@
 #include "device.cuh"
 
 #include "experts.cu"
+#include "kv_append.cu"
 #include "linear.cu"
 #include "route.cu"
 
@@ -24,19 +25,33 @@ Launch unpack(void (*kernel)(Args...)) {
     return unpack(kernel, std::index_sequence_for<Args...>{});
 }
 
-#define GEMV(FORMAT, DEPTH)                                                          \
-    {"linear_kernel<" #FORMAT ", " #DEPTH ", true>",                                 \
-     unpack(linear_kernel<FORMAT, DEPTH, true>)},                                    \
-        {"linear_kernel<" #FORMAT ", " #DEPTH ", false>",                            \
-         unpack(linear_kernel<FORMAT, DEPTH, false>)},                               \
-        {"up_kernel<" #FORMAT ", " #DEPTH ">", unpack(up_kernel<FORMAT, DEPTH>)},    \
-        {"down_kernel<" #FORMAT ", " #DEPTH ">", unpack(down_kernel<FORMAT, DEPTH>)}
+#define EACH(NAME, KERNEL) {NAME, unpack(KERNEL)}
+
+#define TOKENS(FORMAT, DEPTH, IS_ONE)                                                      \
+    EACH("linear_kernel<" #FORMAT ", " #DEPTH ", true, " #IS_ONE ">",                      \
+         (linear_kernel<FORMAT, DEPTH, true, IS_ONE>)),                                    \
+        EACH("linear_kernel<" #FORMAT ", " #DEPTH ", false, " #IS_ONE ">",                 \
+             (linear_kernel<FORMAT, DEPTH, false, IS_ONE>)),                               \
+        EACH("up_kernel<" #FORMAT ", " #DEPTH ", " #IS_ONE ">",                            \
+             (up_kernel<FORMAT, DEPTH, IS_ONE>))
+
+#define GEMV(FORMAT, DEPTH)                                                                \
+    TOKENS(FORMAT, DEPTH, true), TOKENS(FORMAT, DEPTH, false),                             \
+        EACH("down_kernel<" #FORMAT ", " #DEPTH ">", (down_kernel<FORMAT, DEPTH>))
 
 #define ROUTE(KEYS) {"route_kernel<" #KEYS ">", unpack(route_kernel<KEYS>)}
+
+#define APPEND(ENCODER, DIM, VALUE)                          \
+    {"kv_append_kernel<" #ENCODER ", " #DIM ", " #VALUE ">", \
+     unpack(kv_append_kernel<ENCODER, DIM, VALUE>)}
+#define APPENDS(ENCODER)                                                             \
+    APPEND(ENCODER, 64, u16), APPEND(ENCODER, 64, float), APPEND(ENCODER, 128, u16), \
+        APPEND(ENCODER, 128, float), APPEND(ENCODER, 256, u16), APPEND(ENCODER, 256, float)
 
 const std::map<std::string, Launch> kernels = {
     GEMV(Bf16, 2), GEMV(Bf16, 4), GEMV(Fp8, 2), GEMV(Fp8, 4), GEMV(Int4, 2), GEMV(Int4, 4),
     ROUTE(1),      ROUTE(2),      ROUTE(4),     ROUTE(8),     ROUTE(16),     ROUTE(32),
+    APPENDS(Bf16Encoder), APPENDS(Fp8Encoder), APPENDS(IntEncoder<8>), APPENDS(IntEncoder<4>),
 };
 
 }  // namespace

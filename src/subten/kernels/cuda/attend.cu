@@ -6,9 +6,14 @@
 //   s_n = c * (scale_n * (q . code_n) + zero_n * sum(q))      c = softmax scale * log2(e)
 //   p_n = 2 ** (s_n - max s),   out = (sum_n p_n vscale_n vcode_n + sum_n p_n vzero_n) / sum_n p_n
 //
-// Work: block (z, kv head, tile) of threads takes split z of one sequence's slices; its warps take
+// Work: block (kv head, tile, z) of threads takes split z of one sequence's slices; its warps take
 // slices in turn, each with a ring of its own in shared memory, so that warps never wait for one
-// another before the end. The last block of a (tile, kv head) to arrive merges the splits.
+// another before the end, when a warp a head adds up the block's sums. Where a sequence has several
+// splits, the last warp of a head to arrive merges them.
+//
+// Time: a step is a chain of short launches, so what needs nothing of the kernel ahead is done
+// while that one runs: page table, and copies of all slices but the one with the newest row, which
+// goes to L2 as it is. Blocks without a slice leave at once.
 //
 //   page (64 tokens x 1 KV head):  | K codes | K scale | K zero | V codes | V scale | V zero |
 //   slice = N of its tokens:       N * D * bits / 8 = 4 KB of K codes, then the same of V
@@ -29,33 +34,25 @@
 //
 // Bytes: kv_len * C of pages a (sequence, KV head), once; with Z splits 4 * Z * group * (D + 2)
 // written and read again, all in L2. The loop at D = 128 and up to 8 heads, both ways of every
-// branch counted (cuobjdump, nvcc 13.0): int4 2.6 instructions an element, 8-bit 4.7, bf16 4.6, of
-// the 3.3, 6 and 12 that 132 SMs at 1.75 GHz issue while the bytes of one arrive.
+// branch counted (nvdisasm, nvcc 13.0): int4 2.4 instructions an element, 8-bit 4.7, bf16 4.5, of
+// the 3.3, 6 and 12 that 132 SMs at 1.75 GHz issue while the bytes of one arrive. Of int4's, 1.05
+// are integer ones, which issue every other cycle: two warps a scheduler do not fill it.
 //
-// Keys at or past the sequence's end, and garbage there: their scores become -infinity, their V
-// scale and zero 0, and bf16 values 0, each replaced, not multiplied.
+// Keys at or past the sequence's end, and garbage there: their scores become -infinity, and their V
+// scale and zero, or bf16 values, 0 in shared memory, each replaced, not multiplied.
 #include "attend_slice.cuh"
 
 #define MAX_WARPS 16
 
-INLINE void store_vector(float* to, const float (&v)[2]) {
-    *reinterpret_cast<float2*>(to) = {v[0], v[1]};
-}
-INLINE void store_vector(float* to, const float (&v)[4]) {
-    *reinterpret_cast<float4*>(to) = {v[0], v[1], v[2], v[3]};
-}
-
-// Hadamard rotation of a row whose channel 32 * i + lane is v[i]: the fast transform, one bit of
-// the channel after the other.
+// Hadamard rotation of a row, one bit of the channel after the other: the fast transform. Each bit
+// of the channel that v[i] holds must be one of `lane` or of i, whichever.
 template <int VALUES>
 INLINE void rotate(float (&v)[VALUES], int lane) {
 #pragma unroll
     for (int mask = 1; mask < WARP; mask *= 2) {
+        const float sign = lane & mask ? -1.0f : 1.0f;
 #pragma unroll
-        for (int i = 0; i < VALUES; ++i) {
-            const float other = shuffle_xor(v[i], mask);
-            v[i] = lane & mask ? other - v[i] : v[i] + other;
-        }
+        for (int i = 0; i < VALUES; ++i) v[i] = sign * v[i] + shuffle_xor(v[i], mask);
     }
 #pragma unroll
     for (int bit = 1; bit < VALUES; bit *= 2) {
@@ -72,6 +69,74 @@ INLINE void rotate(float (&v)[VALUES], int lane) {
     for (int i = 0; i < VALUES; ++i) v[i] *= norm;
 }
 
+INLINE void store_bf16(u16* to, const float (&v)[2]) {
+    *reinterpret_cast<u32*>(to) = pack_bf16(v[0], v[1]);
+}
+INLINE void store_bf16(u16* to, const float (&v)[4]) {
+    *reinterpret_cast<u64*>(to) = pack_bf16(v[0], v[1]) | (u64)pack_bf16(v[2], v[3]) << 32;
+}
+
+// What the warps of all splits of one head do with their sums (`v` of each lane, `sum`, relative to
+// `max`): each leaves them in row `split` of `part` and `stats`. The last one to arrive returns
+// true, with those of the whole head:
+//
+//   v = sum_z 2 ** (max_z - max) v_z,   sum likewise, z in order
+//
+// Lane l holds the weights of splits l and l + 32; BATCH rows of 4 * D bytes are in flight.
+template <int VALUES>
+INLINE bool merge_splits(float (&v)[VALUES], float& sum, float max, float* part, float* stats,
+                         int* arrived, int split, int num_used, int lane) {
+    constexpr int BATCH = 16;
+    store_vector(part + (split * WARP + lane) * VALUES, v);
+    const float own_stat[2] = {max, sum};
+    if (lane == 0) store_vector(stats + 2 * split, own_stat);
+    sync_warp();
+    int num_before = 0;
+    if (lane == 0) {
+        num_before = count_arrival(arrived);
+        if (num_before == num_used - 1) *arrived = 0;  // for the next launch
+    }
+    if (shuffle_from(num_before, 0) != num_used - 1) return false;
+    sync_warp();
+
+    float stat[2][2] = {{MINUS_INFINITY, 0}, {MINUS_INFINITY, 0}};
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+        if (lane + j * WARP < num_used) load_from_l2(stat[j], stats + 2 * (lane + j * WARP));
+    float rows[BATCH][VALUES];
+    const float* from = part + lane * VALUES;
+    auto load_rows = [&](int num_left) {
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) rows[b][i] = 0;
+            if (b < num_left) load_from_l2(rows[b], from + b * WARP * VALUES);
+        }
+        from += BATCH * WARP * VALUES;
+    };
+    load_rows(num_used);
+    max = max_over_lanes<1>(larger(stat[0][0], stat[1][0]));
+    float weight[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) weight[j] = power_of_two(stat[j][0] - shift_of(max));
+    sum = sum_over_lanes<WARP>(weight[0] * stat[0][1] + weight[1] * stat[1][1]);
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) v[i] = 0;
+#pragma unroll 1
+    for (int z = 0;;) {
+        const float held = z < WARP ? weight[0] : weight[1];
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            const float of_row = bits_float(shuffle_from(float_bits(held), (z + b) % WARP));
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) v[i] += of_row * rows[b][i];
+        }
+        z += BATCH;
+        if (z >= num_used) return true;
+        load_rows(num_used - z);
+    }
+}
+
 template <class Codec, int DIM, int TILES_H>
 __global__ void __launch_bounds__(TILES_H == 1 ? 512 : 256, 1)
     attend_kernel(const u16* q, i64 q_stride_t, i64 q_stride_h, i64 q_stride_d, const u8* pages,
@@ -81,17 +146,14 @@ __global__ void __launch_bounds__(TILES_H == 1 ? 512 : 256, 1)
                   float scale_log2, int group, int num_splits, int min_slices, int num_stages) {
     using P = Part<Codec, DIM>;
     using Sums = WarpSums<Codec, DIM, TILES_H>;
-    constexpr int HEADS = Sums::HEADS, STEPS = Sums::STEPS, VALUES = DIM / WARP, KEYS = P::KEYS;
+    constexpr int HEADS = Sums::HEADS, VALUES = Sums::VALUES, KEYS = P::KEYS;
+    static_assert(HEADS * Sums::SUMS_ROW * 4 <= 2 * P::STAGE, "two stages hold a warp's sums");
     DYNAMIC_SHARED(dynamic_shared);
-    __shared__ u16 q_rows[HEADS][DIM + 2];  // rotated
+    __shared__ uint4 q_shared[HEADS * DIM / 8];  // rotated, where `q_place` says
     __shared__ float q_sum[HEADS];
     __shared__ float stats[MAX_WARPS][HEADS][3];  // max, sum, zero of each warp
-    __shared__ float weights[MAX_WARPS][HEADS], block_max[HEADS];
-    __shared__ float merged[HEADS][DIM + 1];      // of the block, not yet divided by the sum
-    __shared__ int num_before;
     launch_dependents();
-    const int thread = threadIdx.x, num_threads = blockDim.x;
-    const int lane = thread % WARP, warp = thread / WARP, num_warps = num_threads / WARP;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, num_warps = blockDim.x / WARP;
     u8* ring = dynamic_shared + warp * num_stages * P::STAGE;
     if (lane == 0) {
 #pragma unroll 1
@@ -99,19 +161,30 @@ __global__ void __launch_bounds__(TILES_H == 1 ? 512 : 256, 1)
         publish_barriers();
     }
     sync_warp();
-    wait_for_previous_kernels();
 
-    const int split = blockIdx.x, kv_head = blockIdx.y, tile = blockIdx.z;
+    // The integers of the step, and all rows of pages but the newest of each sequence, are older
+    // than the step's first kernel: they need no wait. Blocks of split 0 wait, whatever they do.
+    const int kv_head = blockIdx.x, tile = blockIdx.y, split = blockIdx.z;
     const int seq = load_from_l2(tile_seq + tile), token = load_from_l2(tile_start + tile);
-    if (seq < 0) return;
-    // The low word of an int64 that fits it.
-    const int seen = load_from_l2(reinterpret_cast<const int*>(position + token)) + 1;
-    const int length = load_from_l2(kv_len + seq), num_keys = length < seen ? length : seen;
+    int num_keys = 0;
+    if (seq >= 0) {
+        // The low word of an int64 that fits it.
+        const int seen = load_from_l2(reinterpret_cast<const int*>(position + token)) + 1;
+        const int length = load_from_l2(kv_len + seq);
+        num_keys = length < seen ? length : seen;
+    }
     const int num_slices = (num_keys + KEYS - 1) / KEYS;
     int slices_each = (num_slices + num_splits - 1) / num_splits;
     slices_each = slices_each < min_slices ? min_slices : slices_each;
     const int first = split * slices_each, rest = num_slices - first;
-    if (split > 0 && rest <= 0) return;
+    if (split > 0 && rest <= 0) {
+        leave_without_waiting();
+        return;
+    }
+    if (seq < 0) {
+        wait_for_previous_kernels();
+        return;
+    }
     const int end = first + (rest < slices_each ? rest : slices_each);
 
     // The producer goes through K and V of the warp's slices first + warp, first + warp +
@@ -141,10 +214,24 @@ __global__ void __launch_bounds__(TILES_H == 1 ? 512 : 256, 1)
             }
         }
     };
+    const int newest = num_slices - 1;
+    int num_put = 0;
 #pragma unroll 1
-    for (int i = 0; i < num_stages; ++i) put(ring + i * P::STAGE);
+    for (; num_put < num_stages && put_slice < newest; ++num_put) put(ring + num_put * P::STAGE);
+    if (num_put < num_stages && put_slice == newest && lane == 0) {
+        // L2 is where the newest row will be written, so the rest of the slice may wait there.
+        const i64 page = load_from_l2(table + newest / SLICES);
+#pragma unroll
+        for (int is_value = 0; is_value < 2; ++is_value)
+            P::prefetch(head_pages + page * page_stride + is_value * P::PAGE_BYTES,
+                        newest % SLICES * KEYS);
+    }
+    wait_for_previous_kernels();
+#pragma unroll 1
+    for (; num_put < num_stages; ++num_put) put(ring + num_put * P::STAGE);
 
     // q: a warp rotates a head, rounds it to bf16 and adds it up; heads past the group are zeros.
+    u16* q_places = reinterpret_cast<u16*>(q_shared);
 #pragma unroll 1
     for (int head = warp; head < HEADS; head += num_warps) {
         float v[VALUES], sum = 0;
@@ -155,16 +242,18 @@ __global__ void __launch_bounds__(TILES_H == 1 ? 512 : 256, 1)
         if (Codec::IS_ROTATED) rotate(v, lane);
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) {
-            const u32 rounded = pack_bf16(v[i], 0.0f);
-            q_rows[head][i * WARP + lane] = (u16)rounded;
-            sum += low_bf16(rounded);
+            const int channel = i * WARP + lane;
+            const float rounded = low_bf16(pack_bf16(v[i], 0.0f));
+            const float factor = Codec::key_factor(channel, DIM);
+            q_places[Sums::q_place(head, channel)] = (u16)pack_bf16(rounded * factor, 0.0f);
+            sum += rounded;
         }
         sum = sum_over_lanes<WARP>(sum);
         if (lane == 0) q_sum[head] = sum;
     }
     __syncthreads();
 
-    Sums own(lane, q_rows, q_sum);
+    Sums own(lane, q_places, q_sum);
     u8 *stage = ring, *ring_end = ring + num_stages * P::STAGE;
     int parity = 0;
     auto give_back = [&] {
@@ -185,124 +274,58 @@ __global__ void __launch_bounds__(TILES_H == 1 ? 512 : 256, 1)
         give_back();
         own.weigh(p, limit);
         wait_phase(P::barrier_of(stage), parity);
-        own.add_values(p, stage, limit);
+        own.clear_tail(stage, limit);
+        own.add_values(p, stage);
         give_back();
     }
 
-    // The warps' sums, each in its own ring, which is idle now; then the block's.
-    own.finish(reinterpret_cast<float4*>(ring), stats[warp]);
+    // The warps' sums, each in its own ring, which is idle now. A warp a head from here on.
+    own.finish(reinterpret_cast<float*>(ring), stats[warp]);
     __syncthreads();
-    // Weights 2 ** (max_w - max) of the warps' sums, each warp and head by one thread.
-#pragma unroll 1
-    for (int i = thread; i < num_warps * HEADS; i += num_threads) {
-        const int w = i / HEADS, head = i % HEADS;
-        float max = MINUS_INFINITY;
-#pragma unroll 4
-        for (int other = 0; other < num_warps; ++other) max = larger(max, stats[other][head][0]);
-        const float factor = power_of_two(stats[w][head][0] - shift_of(max));
-        weights[w][head] = factor;
-        stats[w][head][1] *= factor;
-        stats[w][head][2] *= factor;
-        if (w == 0) block_max[head] = max;
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int item = thread; item < TILES_H * STEPS * WARP; item += num_threads) {
-        const int item_g = item % WARP / 4, m = item / WARP % STEPS;
-        const int head = item / WARP / STEPS * 8 + item % 4 * 2;
-        float total[4] = {0, 0, 0, 0};
-#pragma unroll 4
-        for (int w = 0; w < num_warps; ++w) {
-            const u8* other = dynamic_shared + w * num_stages * P::STAGE;
-            const float4 a = reinterpret_cast<const float4*>(other)[item];
-            const float low = weights[w][head], high = weights[w][head + 1];
-            const float low_zero = stats[w][head][2], high_zero = stats[w][head + 1][2];
-            total[0] += low * a.x + low_zero;
-            total[1] += high * a.y + high_zero;
-            total[2] += low * a.z + low_zero;
-            total[3] += high * a.w + high_zero;
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) merged[head + j % 2][Sums::channel(m, item_g, j)] = total[j];
-    }
-    __syncthreads();
-
-    // A warp a head from here on; channel 32 * i + lane is value i.
     const bool is_alone = num_slices <= slices_each;
-    const i64 pair = (i64)tile * gridDim.y + kv_head;
+    const int num_busy = end - first < num_warps ? end - first : num_warps;
     const int num_used = (num_slices + slices_each - 1) / slices_each;
-    auto block_sum = [&](int head) {
-        return sum_over_lanes<WARP>(lane < num_warps ? stats[lane][head][1] : 0.0f);
-    };
-    if (!is_alone) {
-#pragma unroll 1
-        for (int head = warp; head < group; head += num_warps) {
-            const i64 row = (pair * group + head) * num_splits + split;
-            const float sum = block_sum(head);
-            float v[VALUES];
-#pragma unroll
-            for (int i = 0; i < VALUES; ++i) v[i] = merged[head][i * WARP + lane];
-            store_vector(part + (row * WARP + lane) * VALUES, v);
-            const float stat[2] = {block_max[head], sum};
-            if (lane == 0) store_vector(part_stats + 2 * row, stat);
-        }
-        __syncthreads();
-        if (thread == 0) num_before = arrive(arrived + pair);
-        __syncthreads();
-        if (num_before != num_used - 1) return;
-        if (thread == 0) arrived[pair] = 0;  // for the next launch
-    }
-
-    // out = sum_z 2 ** (max_z - max) part_z / sum_z 2 ** (max_z - max) sum_z, z in order. Lane l
-    // holds the weights of splits l and l + 32; BATCH rows of 4 * D bytes are in flight.
-    constexpr int BATCH = 16;
 #pragma unroll 1
     for (int head = warp; head < group; head += num_warps) {
-        float v[VALUES], sum;
-        if (is_alone) {
-            sum = block_sum(head);
+        // The block's sums over the warps that had a slice, lane l with the weight of warp l.
+        const bool has_warp = lane < num_busy;
+        const float own_max = has_warp ? stats[lane][head][0] : MINUS_INFINITY;
+        const float own_sum = has_warp ? stats[lane][head][1] : 0.0f;
+        const float own_zero = has_warp ? stats[lane][head][2] : 0.0f;
+        const float max = max_over_lanes<1>(own_max);
+        const float own_weight = power_of_two(own_max - shift_of(max));
+        float v[VALUES];
 #pragma unroll
-            for (int i = 0; i < VALUES; ++i) v[i] = merged[head][i * WARP + lane];
-        } else {
-            const i64 row = (pair * group + head) * num_splits;
-            float stat[2][2] = {{MINUS_INFINITY, 0}, {MINUS_INFINITY, 0}};
+        for (int i = 0; i < VALUES; ++i) v[i] = 0;
+#pragma unroll 4
+        for (int w = 0; w < num_busy; ++w) {
+            const u8* other = dynamic_shared + w * num_stages * P::STAGE;
+            const float* rows = reinterpret_cast<const float*>(other);
+            const float weight = bits_float(shuffle_from(float_bits(own_weight), w));
+            float row[VALUES];
+            load_vector(row, rows + head * Sums::SUMS_ROW + lane * VALUES);
 #pragma unroll
-            for (int j = 0; j < 2; ++j)
-                if (lane + j * WARP < num_used)
-                    load_from_l2(stat[j], part_stats + 2 * (row + lane + j * WARP));
-            const float max = max_over_lanes<1>(larger(stat[0][0], stat[1][0]));
-            float weight[2];
+            for (int i = 0; i < VALUES; ++i) v[i] += weight * row[i];
+        }
+        float sum = sum_over_lanes<WARP>(own_weight * own_sum);
+        if (Codec::HAS_ZERO) {
+            const float zero = sum_over_lanes<WARP>(own_weight * own_zero);
 #pragma unroll
-            for (int j = 0; j < 2; ++j) weight[j] = power_of_two(stat[j][0] - shift_of(max));
-            sum = sum_over_lanes<WARP>(weight[0] * stat[0][1] + weight[1] * stat[1][1]);
-#pragma unroll
-            for (int i = 0; i < VALUES; ++i) v[i] = 0;
-#pragma unroll 1
-            for (int z = 0; z < num_used; z += BATCH) {
-                float rows[BATCH][VALUES];
-#pragma unroll
-                for (int b = 0; b < BATCH; ++b) {
-                    const int last = num_used - 1, from = z + b < last ? z + b : last;
-                    load_from_l2(rows[b], part + ((row + from) * WARP + lane) * VALUES);
-                }
-#pragma unroll
-                for (int b = 0; b < BATCH; ++b) {
-                    const float held = z + b < WARP ? weight[0] : weight[1];
-                    const float own_weight =
-                        bits_float(shuffle_from(float_bits(held), (z + b) % WARP));
-#pragma unroll
-                    for (int i = 0; i < VALUES; ++i)
-                        v[i] = z + b < num_used ? v[i] + own_weight * rows[b][i] : v[i];
-                }
-            }
+            for (int i = 0; i < VALUES; ++i) v[i] += zero;
+        }
+        if (!is_alone) {
+            const i64 row = ((i64)tile * gridDim.x + kv_head) * group + head;
+            if (!merge_splits(v, sum, max, part + row * num_splits * DIM,
+                              part_stats + row * num_splits * 2, arrived + row, split, num_used,
+                              lane))
+                continue;
         }
         // A row that saw nothing becomes 0; NaN is not 0, so a poisoned sequence stays NaN.
         const float inverse = 1.0f / (sum == 0.0f ? 1.0f : sum);
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) v[i] *= inverse;
         if (Codec::IS_ROTATED) rotate(v, lane);
-        u16* to = out + (((i64)token * gridDim.y + kv_head) * group + head) * DIM;
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i) to[i * WARP + lane] = (u16)pack_bf16(v[i], 0.0f);
+        u16* to = out + (((i64)token * gridDim.x + kv_head) * group + head) * DIM;
+        store_bf16(to + Sums::first_channel(lane), v);
     }
 }

@@ -27,17 +27,21 @@ STRUCTS: Mapping[str, str] = {"bf16": "KvBf16", "fp8": "KvFp8", "int8": "KvInt8"
 
 HEAD_DIMS = (64, 128)
 
-MAX_GROUP = 16
-"""Query heads of one KV head: two tiles of 8 columns of the tensor cores' B operand."""
+LONG_KV_LEN = 4096
+"""Above this, a block keeps more of its slices in flight."""
+
+MAX_GROUP = 8
+"""Query heads of a KV head. The kernel is written for 16, but with bf16 pages of head dimension 128
+it gave a NaN in 2 of 30 such cases on an H200, for a reason not found: those go to Triton."""
 
 MAX_SPLITS = 64
 """The merge keeps the weights of two splits in each lane."""
 
-MAX_PAIRS = 16384
-"""Pairs of a sequence and a KV head that have a counter; more go to Triton."""
+MAX_ROWS = 65535
+"""Pairs of a sequence and a query head that have a counter; more go to Triton."""
 
 MAX_SHARED_BYTES = 210 * 1024
-"""Dynamic shared memory of a block on sm_90: 227 KiB, less what the kernel declares (16.3 KiB)."""
+"""Dynamic shared memory of a block on sm_90: 227 KiB, less what the kernel declares (7.1 KiB)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,25 +82,40 @@ class DecodePlan:
         return num_bytes if num_bytes <= 31 * 1024 else max(num_bytes, 48 * 1024 + 16)
 
 
-def plan_decode(*, num_sms: int, num_sequences: int, num_kv_heads: int) -> DecodePlan:
-    """Choose splits by the number of pairs of a sequence and a KV head; first guesses.
+def plan_decode(
+    fmt: KVFormat, *, num_sms: int, num_sequences: int, num_kv_heads: int, max_kv_len: int
+) -> DecodePlan:
+    """Choose splits by the number of pairs of a sequence and a KV head.
 
     Three tiers: splits that give every SM one block at batch 1; four splits; none. Within a tier
-    the split of a sequence depends on its own length alone, so its result does too. Blocks that
-    outnumber the SMs get three stages, so that two of them fit one SM.
+    the split of a sequence depends on its own length alone, so its result does too.
+
+    Three stages of 8 warps leave room on an SM for another block: of this launch, where blocks
+    outnumber the SMs, or of the next one, whose first copies then run beside this one's last. Long
+    contexts want more in flight: from 8k on a fourth or fifth stage is a quarter faster, and at 1k
+    slower. Only the number of stages follows the length of others; it changes no bit. int4 has so
+    much to compute for a byte that 8 warps, two a scheduler, do not keep up with DRAM
+    (benchmarks/results/h200-attend-plans.json).
     """
     pairs = num_sequences * num_kv_heads
-    if pairs <= num_sms // 2:
-        num_splits = max(1, min(MAX_SPLITS, num_sms // num_kv_heads))
-    else:
+    if pairs > num_sms // 2:
         num_splits = 4 if pairs < 4 * num_sms else 1
-    num_warps = 8
+        return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=8, num_stages=3)
+    is_int4, is_bf16 = fmt.codec.name == "int4", fmt.codec.name == "bf16"
+    deep = 5 if is_bf16 else 4
     return DecodePlan(
-        num_splits=num_splits,
-        min_slices=num_warps,
-        num_warps=num_warps,
-        num_stages=4 if pairs * num_splits <= num_sms else 3,
+        # Even: lengths that are powers of two then divide as evenly as they can.
+        num_splits=max(1, min(MAX_SPLITS, num_sms // num_kv_heads // 2 * 2)),
+        # One slice for each scheduler of an SM; two of BF16, which are half the work.
+        min_slices=8 if is_bf16 else 4,
+        num_warps=12 if is_int4 else 8,
+        num_stages=2 if is_int4 else (deep if max_kv_len > LONG_KV_LEN else 3),
     )
+
+
+def kernel_name(fmt: KVFormat, head_dim: int, group: int) -> str:
+    """The kernel of attend.cu for a codec, D, and query heads of a KV head."""
+    return f"attend_kernel<{STRUCTS[fmt.codec.name]}, {head_dim}, {1 if group <= 8 else 2}>"
 
 
 def slice_bytes(fmt: KVFormat) -> SliceBytes:
@@ -125,6 +144,10 @@ def attend(
     measuring. Launches on one device must follow one another: they share counters, which return to
     zero; the first one, outside of any graph capture, allocates them.
 
+    With `pdl` only q and the newest row of each sequence may come from kernels that still run when
+    this one starts. The integers of `step`, and all rows before the newest, are read at once: a
+    copy, or a kernel ahead of one that was launched without `pdl`, must have written them.
+
     Rounding is as there: rotated q and P * V scale to bfloat16, and codes not at all.
     """
     if not suits(q_THD, pages_PGB, fmt, step):
@@ -141,7 +164,11 @@ def attend(
         return out_THD
     if plan is None:
         plan = plan_decode(
-            num_sms=_num_sms(q_THD.device), num_sequences=num_tiles, num_kv_heads=num_kv_heads
+            fmt,
+            num_sms=_num_sms(q_THD.device),
+            num_sequences=num_tiles,
+            num_kv_heads=num_kv_heads,
+            max_kv_len=step.max_kv_len,
         )
     layout = slice_bytes(fmt)
     plan.check(group, layout)
@@ -154,8 +181,8 @@ def attend(
         part_stats = torch.empty(num_parts, 2, dtype=torch.float32, device=q_THD.device)
     runtime.launch(
         "attend.cu",
-        f"attend_kernel<{STRUCTS[fmt.codec.name]}, {head_dim}, {1 if group <= 8 else 2}>",
-        (grid_splits, num_kv_heads, num_tiles),
+        kernel_name(fmt, head_dim, group),
+        (num_kv_heads, num_tiles, grid_splits),
         32 * plan.num_warps,
         (
             q_THD,
@@ -196,7 +223,7 @@ def suits(q_THD: torch.Tensor, pages_PGB: torch.Tensor, fmt: KVFormat, step: Ste
         and fmt.codec.name in STRUCTS
         and head_dim in HEAD_DIMS
         and num_heads <= MAX_GROUP * num_kv_heads
-        and len(step.tile_seq_Q) * num_kv_heads <= MAX_PAIRS
+        and len(step.tile_seq_Q) * num_heads <= MAX_ROWS
         # Bulk copies move multiples of 16 bytes between multiples of 16.
         and pages_PGB.data_ptr() % 16 == 0
         and pages_PGB.stride(0) % 16 == 0
@@ -217,7 +244,7 @@ def _num_sms(device: torch.device) -> int:
 
 @functools.cache
 def _counters(device: torch.device) -> torch.Tensor:
-    """How many splits of each pair have arrived; zero between launches."""
+    """How many splits of each query head have arrived; zero between launches."""
     is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     assert not is_capturing, "the first attend on a device must run outside of graph capture"
-    return torch.zeros(MAX_PAIRS, dtype=torch.int32, device=device)
+    return torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)

@@ -9,15 +9,19 @@
 #define PAGE_KEYS 64
 
 // A codec turns words of codes into A fragments. Word w of a K row holds channels that `mma` number
-// `step` of that row takes: 4 a lane. Word w of a V row, with the same word of three other keys,
-// gives VALUE_STEPS fragments of 2 channels (x in row g, y in row g + 8) and 4 keys.
+// `step` of that row takes: 4 a lane. A channel of q meets its K where `key_byte`, its byte in a
+// row, lies: in step `key_step` of that byte's word, as value `key_slot` of the lane's 4, times
+// `key_factor`, a power of two.
+// Word w of a V row, with the same word of three other keys, gives VALUE_STEPS fragments of 2
+// channels (x in row g, y in row g + 8: next to x, or D / 2 on where Y_IS_FAR) and 4 keys, to be
+// multiplied by VALUE_FACTOR.
 
 // A word is 2 channels.
 struct KvBf16 {
     static constexpr int BITS = 16, VALUE_STEPS = 1, HALF_MIDDLE = 0;
     static constexpr bool HAS_SCALE = false, HAS_ZERO = false, IS_ROTATED = false;
-    static constexpr bool CAN_BE_NAN = true;
-    static constexpr float OFFSET = 0.0f;
+    static constexpr bool Y_IS_FAR = false;
+    static constexpr float OFFSET = 0.0f, VALUE_FACTOR = 1.0f;
 
     static INLINE void key_pairs(u32 (&a)[4], const u32* low, const u32* high, int step) {
         a[0] = low[2 * step];
@@ -25,8 +29,10 @@ struct KvBf16 {
         a[2] = low[2 * step + 1];
         a[3] = high[2 * step + 1];
     }
-    static INLINE int key_word(int step, int i) { return 2 * step + i / 2; }
-    static INLINE int key_channel(int byte, int, int i, int) { return byte / 2 + i % 2; }
+    static INLINE int key_byte(int channel, int) { return 2 * channel; }
+    static INLINE int key_step(int, int word) { return word / 2; }
+    static INLINE int key_slot(int channel, int) { return channel % 4; }
+    static INLINE float key_factor(int, int) { return 1; }
 
     static INLINE void value_pairs(u32 (&a)[1][4], const u32 (&ab)[2], const u32 (&cd)[2]) {
         a[0][0] = ab[0];
@@ -41,8 +47,8 @@ struct KvBf16 {
 template <class Bytes>
 struct KvByte {
     static constexpr int BITS = 8, VALUE_STEPS = 2;
-    static constexpr bool HAS_SCALE = true, IS_ROTATED = false, CAN_BE_NAN = false;
-    static constexpr float OFFSET = 0.0f;
+    static constexpr bool HAS_SCALE = true, IS_ROTATED = false, Y_IS_FAR = false;
+    static constexpr float OFFSET = 0.0f, VALUE_FACTOR = 1.0f;
 
     static INLINE void key_pairs(u32 (&a)[4], const u32* low, const u32* high, int step) {
         a[0] = Bytes::even(low[step]);
@@ -50,8 +56,10 @@ struct KvByte {
         a[2] = Bytes::odd(low[step]);
         a[3] = Bytes::odd(high[step]);
     }
-    static INLINE int key_word(int step, int) { return step; }
-    static INLINE int key_channel(int byte, int, int i, int) { return byte + i % 2 * 2 + i / 2; }
+    static INLINE int key_byte(int channel, int) { return channel; }
+    static INLINE int key_step(int, int word) { return word; }
+    static INLINE int key_slot(int channel, int) { return channel % 4 / 2 + channel % 2 * 2; }
+    static INLINE float key_factor(int, int) { return 1; }
 
     static INLINE void value_pairs(u32 (&a)[2][4], const u32 (&ab)[2], const u32 (&cd)[2]) {
 #pragma unroll
@@ -97,38 +105,49 @@ struct KvInt8 : KvByte<KvInt8> {
 };
 
 // A word is 8 channels: byte i of a row is channel i in its low nibble, i + D / 2 in its high one.
-// A nibble under the bits of 128.0 is 128 + code. Of K the surplus 136 leaves with the sums' first
-// value; of V at once, for the sums run over many keys, and would lose what cancels.
+// The least integer work wins here, for integers issue at half the rate of multiplications:
+// - a low nibble of K under the bits of 128.0 is 128 + code;
+// - a high nibble alone in a bf16, bits 4 to 7, is 2^-129 code, since exponents 0 and 1 count in
+//   the same steps: one multiplication and addition make it (128 + code) / 4, and q there counts 4;
+// - both nibbles of V, 2^-133 code and 2^-129 code, become (code - 8) / 64.
+// Of K the surplus 136 leaves with the sums' first value; of V at once, for the sums run over many
+// keys, and would lose what cancels.
 struct KvInt4 {
     static constexpr int BITS = 4, VALUE_STEPS = 4, HALF_MIDDLE = 4;
     static constexpr bool HAS_SCALE = true, HAS_ZERO = true, IS_ROTATED = true;
-    static constexpr bool CAN_BE_NAN = false;
-    static constexpr float OFFSET = 136.0f;
-
-    static INLINE u32 pair(u32 w) { return and_or(w, 0x000f000fu, 0x43004300u); }
-    static INLINE u32 centred(u32 w) { return add_bf16x2(pair(w), 0xc308c308u); }
+    static constexpr bool Y_IS_FAR = true;
+    static constexpr float OFFSET = 136.0f, VALUE_FACTOR = 64.0f;
 
     static INLINE void key_pairs(u32 (&a)[4], const u32* low, const u32* high, int step) {
         const u32 l = low[step / 2] >> (step % 2 * 8), h = high[step / 2] >> (step % 2 * 8);
-        a[0] = pair(l);
-        a[1] = pair(h);
-        a[2] = pair(l >> 4);
-        a[3] = pair(h >> 4);
+        a[0] = and_or(l, 0x000f000fu, 0x43004300u);
+        a[1] = and_or(h, 0x000f000fu, 0x43004300u);
+        a[2] = multiply_add_bf16x2(l & 0x00f000f0u, 0x7f007f00u, 0x42004200u);  // * 2^127 + 32
+        a[3] = multiply_add_bf16x2(h & 0x00f000f0u, 0x7f007f00u, 0x42004200u);
     }
-    static INLINE int key_word(int step, int) { return step / 2; }
-    static INLINE int key_channel(int byte, int step, int i, int dim) {
-        return byte + step % 2 + i % 2 * 2 + i / 2 * (dim / 2);
+    static INLINE float key_factor(int channel, int dim) { return channel < dim / 2 ? 1 : 4; }
+    static INLINE int key_byte(int channel, int dim) { return channel % (dim / 2); }
+    static INLINE int key_step(int channel, int word) { return 2 * word + channel % 2; }
+    static INLINE int key_slot(int channel, int dim) {
+        return channel % 4 / 2 + channel / (dim / 2) * 2;
     }
 
     static INLINE void value_pairs(u32 (&a)[4][4], const u32 (&ab)[2], const u32 (&cd)[2]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int shift = i % 2 * 8;
-            a[i][0] = centred(ab[i / 2] >> shift);
-            a[i][1] = centred(ab[i / 2] >> shift >> 4);
-            a[i][2] = centred(cd[i / 2] >> shift);
-            a[i][3] = centred(cd[i / 2] >> shift >> 4);
+            const u32 l = ab[i / 2] >> (i % 2 * 8), h = cd[i / 2] >> (i % 2 * 8);
+            a[i][0] = low_nibbles(l);
+            a[i][1] = high_nibbles(l);
+            a[i][2] = low_nibbles(h);
+            a[i][3] = high_nibbles(h);
         }
+    }
+    // * 2^127 - 1/8, and * 2^123 - 1/8.
+    static INLINE u32 low_nibbles(u32 w) {
+        return multiply_add_bf16x2(w & 0x000f000fu, 0x7f007f00u, 0xbe00be00u);
+    }
+    static INLINE u32 high_nibbles(u32 w) {
+        return multiply_add_bf16x2(w & 0x00f000f0u, 0x7d007d00u, 0xbe00be00u);
     }
     static INLINE int value_channel(int byte, int step, int is_y, int dim) {
         return byte + step + is_y * (dim / 2);
@@ -180,6 +199,18 @@ struct Part {
         if (Codec::HAS_SCALE) copy_bulk(stage + SCALE, meta + PAGE_SCALE, 2 * KEYS, barrier);
         if (Codec::HAS_ZERO) copy_bulk(stage + ZERO, meta + PAGE_ZERO, 2 * KEYS, barrier);
     }
+
+    // Starts to bring what `fetch` would copy into L2.
+    static INLINE void prefetch(const u8* from, int key) {
+        if (IS_WHOLE) {
+            prefetch_bulk(from, COPIED);
+            return;
+        }
+        prefetch_bulk(from + key * ROW, KEYS * ROW);
+        const u8* meta = from + 2 * key;
+        if (Codec::HAS_SCALE) prefetch_bulk(meta + PAGE_SCALE, 2 * KEYS);
+        if (Codec::HAS_ZERO) prefetch_bulk(meta + PAGE_ZERO, 2 * KEYS);
+    }
 };
 
 // Key of row r < 8 of tile 0.
@@ -220,6 +251,10 @@ struct RowShare {
     static INLINE int byte_of(int w, int lane) {
         return (w / (UNIT / 4) * LANES + lane) * UNIT + w % (UNIT / 4) * 4;
     }
+    static INLINE int word_at(int byte) {
+        return byte / UNIT / LANES * (UNIT / 4) + byte % UNIT / 4;
+    }
+    static INLINE int lane_at(int byte) { return byte / UNIT % LANES; }
 };
 
 #endif

@@ -41,6 +41,16 @@ INLINE void copy_bulk(void* to, const void* from, int num_bytes, u64* barrier) {
         : "memory");
 }
 
+// Starts to bring `num_bytes` into L2; both multiples of 16.
+INLINE void prefetch_bulk(const void* from, int num_bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(num_bytes)
+                 : "memory");
+}
+
+// Of a block that ends without `wait_for_previous_kernels`. Another one of its launch must wait:
+// else the launch may end before those ahead of it, and the next one would not wait for them.
+INLINE void leave_without_waiting() {}
+
 INLINE void wait_phase(u64* barrier, int parity) {
     u32 is_done;
     do {
@@ -63,6 +73,12 @@ INLINE u32 transpose_8x8(u32 pair) {
 // The low halves of `a` and `b` as one word, a below; and the high halves.
 INLINE u32 low_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
 INLINE u32 high_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
+
+// Of words of two bf16, the float of the low one or of the high one, as `selector` says.
+INLINE u32 half_selector(bool is_high) { return is_high ? 0x3244u : 0x1044u; }
+INLINE float select_half(u32 w, u32 selector) {
+    return __uint_as_float(__byte_perm(w, 0, selector));
+}
 
 // (w & mask) | bits and (w & mask) ^ bits as one instruction, which the compiler makes two.
 INLINE u32 and_or(u32 w, u32 mask, u32 bits) {
@@ -89,6 +105,12 @@ INLINE u32 multiply_bf16x2(u32 a, u32 b) {
     return product;
 }
 
+INLINE u32 multiply_add_bf16x2(u32 a, u32 b, u32 c) {
+    u32 out;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+    return out;
+}
+
 // 2 ** v to 2 ulp; 0 for -infinity.
 INLINE float power_of_two(float v) {
     float power;
@@ -100,6 +122,16 @@ INLINE float power_of_two(float v) {
 INLINE float larger(float a, float b) { return fmaxf(a, b); }
 
 INLINE int shuffle_from(int v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
+
+// Number of arrivals before this one; whoever reads it after sees what they wrote before.
+INLINE int count_arrival(int* counter) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "l"(counter)
+                 : "memory");
+    return before;
+}
 
 // What other blocks of this launch have written; 8 or 16 bytes.
 INLINE void load_from_l2(float (&v)[2], const float* at) {

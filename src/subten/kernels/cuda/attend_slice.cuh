@@ -8,8 +8,24 @@
 
 #define MINUS_INFINITY bits_float(0xff800000u)
 
-INLINE float load_bf16(const u8* plane, int index) {
-    return low_bf16(*reinterpret_cast<const u16*>(plane + 2 * index));
+INLINE void store_vector(float* to, const float (&v)[2]) {
+    *reinterpret_cast<float2*>(to) = {v[0], v[1]};
+}
+INLINE void store_vector(float* to, const float (&v)[4]) {
+    *reinterpret_cast<float4*>(to) = {v[0], v[1], v[2], v[3]};
+}
+
+INLINE void load_vector(float (&v)[2], const float* from) {
+    const float2 a = *reinterpret_cast<const float2*>(from);
+    v[0] = a.x;
+    v[1] = a.y;
+}
+INLINE void load_vector(float (&v)[4], const float* from) {
+    const float4 a = *reinterpret_cast<const float4*>(from);
+    v[0] = a.x;
+    v[1] = a.y;
+    v[2] = a.z;
+    v[3] = a.w;
 }
 
 // Half the value of code MIDDLE, from which codes are counted: halved, since MIDDLE * scale alone
@@ -41,40 +57,55 @@ struct WarpSums {
     using KeyShare = RowShare<P::ROW, 4>;
     using ValueShare = RowShare<P::ROW, 8>;
     static constexpr int HEADS = 8 * TILES_H, STEPS = DIM / 16, TILES = P::TILES;
+    // A head's row of sums: lane 8 * i + g of 32 holds VALUES neighbouring channels, and rows lie
+    // so far apart that `finish` and readers of a row meet no bank twice.
+    static constexpr int VALUES = DIM / WARP, SUMS_ROW = DIM + 4;
     using Scores = float[TILES][TILES_H][4];
 
     int g, t;
     // Keys of this lane's rows of S^T: key_g + 4 * tile, and two on. Bytes of a stage: `k_at`, the
     // first that it reads of such a row; `v_at`, of row 2t of V; `v_next`, from there to row 2t+1.
     int key_g, k_at, v_at, v_next;
+    u32 key_half;  // which of two neighbouring keys
     u32 q_pairs[TILES_H][STEPS][2];
     float q_sums[TILES_H][2];
     float acc[TILES_H][STEPS][4];
     float max[TILES_H][2], sum[TILES_H][2], half_zero[TILES_H][2];
 
-    // B fragments of Q^T: channels in the order in which the lanes t find them in a row of K.
-    INLINE WarpSums(int lane, const u16 (&q_rows)[HEADS][DIM + 2], const float (&q_sum)[HEADS]) {
+    // Where a channel of a head of q goes, so that each lane finds its B fragments of Q^T, of two
+    // steps at a time, in 16 bytes.
+    static INLINE int q_place(int head, int channel) {
+        const int byte = Codec::key_byte(channel, DIM);
+        const int step = Codec::key_step(channel, KeyShare::word_at(byte));
+        const int lane = head % 8 * 4 + KeyShare::lane_at(byte);
+        const int pair = head / 8 * (STEPS / 2) + step / 2;
+        return ((pair * WARP + lane) * 2 + step % 2) * 4 + Codec::key_slot(channel, DIM);
+    }
+
+    INLINE WarpSums(int lane, const u16* q_places, const float* q_sum) {
         g = lane / 4;
         t = lane % 4;
         key_g = first_key<P::QUARTER>(g);
+        key_half = half_selector(key_g % 2);
         k_at = key_g * P::ROW + t * KeyShare::UNIT;
         v_at = first_key<P::QUARTER>(2 * t) * P::ROW + t * P::PAD + g * ValueShare::UNIT;
         v_next = t % 2 ? -P::ROW : P::ROW;
 #pragma unroll
         for (int h = 0; h < TILES_H; ++h) {
 #pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                u32 v[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int byte = KeyShare::byte_of(Codec::key_word(step, i), t);
-                    v[i] = q_rows[8 * h + g][Codec::key_channel(byte, step, i, DIM)];
-                }
-                q_pairs[h][step][0] = v[0] | v[1] << 16;
-                q_pairs[h][step][1] = v[2] | v[3] << 16;
-#pragma unroll
-                for (int j = 0; j < 4; ++j) acc[h][step][j] = 0;
+            for (int step = 0; step < STEPS; step += 2) {
+                const int place = (h * STEPS / 2 + step / 2) * WARP + lane;
+                u32 words[4];
+                load_words<16>(words, reinterpret_cast<const u8*>(q_places) + 16 * place);
+                q_pairs[h][step][0] = words[0];
+                q_pairs[h][step][1] = words[1];
+                q_pairs[h][step + 1][0] = words[2];
+                q_pairs[h][step + 1][1] = words[3];
             }
+#pragma unroll
+            for (int m = 0; m < STEPS; ++m)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) acc[h][m][j] = 0;
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 q_sums[h][j] = q_sum[8 * h + 2 * t + j];
@@ -115,22 +146,35 @@ struct WarpSums {
                 }
         }
 #pragma unroll
-        for (int n = 0; n < TILES; ++n)
+        for (int n = 0; n < TILES; ++n) {
+            float scales[2], halves[2];
+            load_scales(scales, halves, stage, n);
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const int key = key_g + 4 * n + 2 * r;
-                const float scale = Codec::HAS_SCALE ? load_bf16(stage + P::SCALE, key) : 1.0f;
-                const float zero = Codec::HAS_ZERO ? load_bf16(stage + P::ZERO, key) : 0.0f;
-                const float half = half_zero_of<Codec>(scale, zero);
+            for (int r = 0; r < 2; ++r)
 #pragma unroll
                 for (int h = 0; h < TILES_H; ++h)
 #pragma unroll
                     for (int j = 0; j < 2; ++j) {
-                        float s = p[n][h][2 * r + j] * (scale * scale_log2);
-                        if (Codec::HAS_ZERO) s += half * (2.0f * scale_log2 * q_sums[h][j]);
+                        float s = p[n][h][2 * r + j] * (scales[r] * scale_log2);
+                        if (Codec::HAS_ZERO) s += halves[r] * (2.0f * scale_log2 * q_sums[h][j]);
                         p[n][h][2 * r + j] = s;
                     }
-            }
+        }
+    }
+
+    // Scale and `half_zero_of` of this lane's keys of tile n, 2 apart: it takes the same half of
+    // each word.
+    INLINE void load_scales(float (&scales)[2], float (&halves)[2], const u8* stage, int n) const {
+        u32 scale[2] = {0, 0}, zero[2] = {0, 0};
+        const int at = 2 * (key_g - key_g % 2 + 4 * n);
+        if (Codec::HAS_SCALE) load_words<8>(scale, stage + P::SCALE + at);
+        if (Codec::HAS_ZERO) load_words<8>(zero, stage + P::ZERO + at);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            scales[r] = Codec::HAS_SCALE ? select_half(scale[r], key_half) : 1.0f;
+            const float of_zero = Codec::HAS_ZERO ? select_half(zero[r], key_half) : 0.0f;
+            halves[r] = Codec::HAS_ZERO ? half_zero_of<Codec>(scales[r], of_zero) : 0.0f;
+        }
     }
 
     // Scores become weights; keys from `limit` on are hidden. The running maximum (Dao et al. 2022,
@@ -180,45 +224,58 @@ struct WarpSums {
         }
     }
 
+    // Keys of V from `limit` on may be garbage: makes them 0 in `stage`. No copy follows, for they
+    // are a sequence's last.
+    INLINE void clear_tail(u8* stage, int limit) const {
+        const int lane = 4 * g + t;
+        if (limit >= P::KEYS) return;
+        if (Codec::HAS_SCALE) {
+#pragma unroll
+            for (int key = lane; key < P::KEYS; key += WARP) {
+                if (key < limit) continue;
+                *reinterpret_cast<u16*>(stage + P::SCALE + 2 * key) = 0;
+                if (Codec::HAS_ZERO) *reinterpret_cast<u16*>(stage + P::ZERO + 2 * key) = 0;
+            }
+        } else {
+#pragma unroll 1
+            for (int key = limit; key < P::KEYS; ++key) {
+                u8* row = stage + key * P::ROW + key / P::QUARTER * P::PAD;
+                for (int at = 4 * lane; at < P::ROW; at += 4 * WARP)
+                    *reinterpret_cast<u32*>(row + at) = 0;
+            }
+        }
+        sync_warp();
+    }
+
     // O^T += V^T P^T over the values in `stage`. `transpose_8x8` makes the layout of the scores,
-    // keys down, that of B, keys across. Keys from `limit` on may be garbage.
-    INLINE void add_values(const Scores& p, const u8* stage, int limit) {
-        const bool is_tail = limit < P::KEYS;
+    // keys down, that of B, keys across.
+    INLINE void add_values(const Scores& p, const u8* stage) {
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
+            float scales[2], halves[2];
+            load_scales(scales, halves, stage, n);
             u32 p_pairs[TILES_H][2];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const int key = key_g + 4 * n + 2 * r;
-                float scale = 1.0f, half = 0.0f;
-                if (Codec::HAS_SCALE) scale = load_bf16(stage + P::SCALE, key);
-                if (Codec::HAS_ZERO)
-                    half = half_zero_of<Codec>(scale, load_bf16(stage + P::ZERO, key));
-                if (is_tail && key >= limit) scale = half = 0.0f;
 #pragma unroll
                 for (int h = 0; h < TILES_H; ++h) {
                     const float low = p[n][h][2 * r], high = p[n][h][2 * r + 1];
                     sum[h][0] += low;
                     sum[h][1] += high;
                     if (Codec::HAS_ZERO) {
-                        half_zero[h][0] += low * half;
-                        half_zero[h][1] += high * half;
+                        half_zero[h][0] += low * halves[r];
+                        half_zero[h][1] += high * halves[r];
                     }
                     p_pairs[h][r] = transpose_8x8(Codec::HAS_SCALE
-                                                      ? pack_bf16(low * scale, high * scale)
+                                                      ? pack_bf16(low * scales[r], high * scales[r])
                                                       : pack_bf16(low, high));
                 }
             }
             u32 rows[4][ValueShare::WORDS];
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
-                const int key = first_key<P::QUARTER>(2 * t + r % 2) + 4 * n + r / 2 * 2;
                 const int on = (4 * n + r / 2 * 2) * P::ROW + (r % 2 ? v_next : 0);
                 ValueShare::load(rows[r], stage + v_at + on);
-                if (Codec::CAN_BE_NAN && is_tail && key >= limit) {
-#pragma unroll
-                    for (int w = 0; w < ValueShare::WORDS; ++w) rows[r][w] = 0;
-                }
             }
 #pragma unroll
             for (int w = 0; w < ValueShare::WORDS; ++w) {
@@ -238,35 +295,44 @@ struct WarpSums {
         }
     }
 
-    // Writes the sums: acc as they lie, [h][m][lane]; max, sum and zero of each head.
-    INLINE void finish(float4* fragments, float (&stats)[HEADS][3]) {
+    // Value n of a lane's 2 * STEPS channels of a head: fragment and half (x or y), in the order in
+    // which channels are neighbours.
+    static INLINE int fragment_of(int n) { return Codec::Y_IS_FAR ? n % STEPS : n / 2; }
+    static INLINE int half_of(int n) { return Codec::Y_IS_FAR ? n / STEPS : n % 2; }
+
+    // Channel of the first value that lane `lane` of 32 holds of a head's row.
+    static INLINE int first_channel(int lane) {
+        const int n = lane / 8 * VALUES, m = fragment_of(n);
+        const int byte = ValueShare::byte_of(m / Codec::VALUE_STEPS, lane % 8);
+        return Codec::value_channel(byte, m % Codec::VALUE_STEPS, half_of(n), DIM);
+    }
+
+    // Writes the sums: a row of each head; max, sum and zero of each head.
+    INLINE void finish(float* rows, float (&stats)[HEADS][3]) {
 #pragma unroll
-        for (int h = 0; h < TILES_H; ++h) {
-#pragma unroll
-            for (int m = 0; m < STEPS; ++m) {
-                const float(&a)[4] = acc[h][m];
-                fragments[(h * STEPS + m) * WARP + 4 * g + t] = {a[0], a[1], a[2], a[3]};
-            }
+        for (int h = 0; h < TILES_H; ++h)
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
+                const int head = 8 * h + 2 * t + j;
+#pragma unroll
+                for (int i = 0; i < 2 * STEPS / VALUES; ++i) {
+                    float v[VALUES];
+#pragma unroll
+                    for (int n = 0; n < VALUES; ++n)
+                        v[n] = Codec::VALUE_FACTOR * acc[h][fragment_of(i * VALUES + n)]
+                                                        [2 * half_of(i * VALUES + n) + j];
+                    store_vector(rows + head * SUMS_ROW + (8 * i + g) * VALUES, v);
+                }
 #pragma unroll
                 for (int mask = 4; mask < WARP; mask *= 2) {
                     sum[h][j] += shuffle_xor(sum[h][j], mask);
-                    half_zero[h][j] += shuffle_xor(half_zero[h][j], mask);
+                    if (Codec::HAS_ZERO) half_zero[h][j] += shuffle_xor(half_zero[h][j], mask);
                 }
                 if (g > 0) continue;
-                float(&to)[3] = stats[8 * h + 2 * t + j];
-                to[0] = max[h][j];
-                to[1] = sum[h][j];
-                to[2] = 2.0f * half_zero[h][j];
+                stats[head][0] = max[h][j];
+                stats[head][1] = sum[h][j];
+                stats[head][2] = 2.0f * half_zero[h][j];
             }
-        }
-    }
-
-    // Channel of value j of fragment m in a lane (g, t).
-    static INLINE int channel(int m, int g, int j) {
-        const int byte = ValueShare::byte_of(m / Codec::VALUE_STEPS, g);
-        return Codec::value_channel(byte, m % Codec::VALUE_STEPS, j / 2, DIM);
     }
 };
 

@@ -32,10 +32,11 @@ INLINE void launch_dependents() {
 }
 
 // 16 bytes of weights, read once: past L1, and L2 fetches the whole 128-byte line, whose other
-// half the same warp asks for next. Volatile keeps it on its side of the wait.
+// half the same warp asks for next. An ordinary load, as the three after it: the assembler moves
+// those of the read-only path (.nc) across barriers, and past `wait_for_previous_kernels`.
 INLINE uint4 load_stream(const void* at) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(at));
     return v;
@@ -44,7 +45,7 @@ INLINE uint4 load_stream(const void* at) {
 // Small read-only data that neighbours in time share: scales, norm weights. Kept in L1.
 INLINE uint4 load_constant16(const void* at) {
     uint4 v;
-    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(at));
     return v;
@@ -52,13 +53,13 @@ INLINE uint4 load_constant16(const void* at) {
 
 INLINE u16 load_constant2(const void* at) {
     u16 v;
-    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(at));
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(at));
     return v;
 }
 
 INLINE float load_constant_float(const float* at) {
     float v;
-    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(at));
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(at));
     return v;
 }
 
@@ -75,14 +76,24 @@ INLINE int load_from_l2(const int* at) {
     return v;
 }
 
-// Number of blocks that came before; whoever reads it after sees what they wrote before.
-INLINE int arrive(int* counter) {
-    int before;
-    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
-                 : "=r"(before)
-                 : "l"(counter)
+INLINE uint4 load_from_l2(const uint4* at) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(at)
                  : "memory");
-    return before;
+    return v;
+}
+
+// A number that another block of this launch polls: it is its own flag, so no fence is needed.
+INLINE void publish(float* to, float v) {
+    asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(to), "f"(v) : "memory");
+}
+
+INLINE float poll(const float* at) {
+    float v;
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
+    return v;
 }
 
 // D (16 x 8) += A (16 x 16) * B (16 x 8), bf16 into FP32. Lane = 4 * g + t holds of
@@ -110,7 +121,25 @@ INLINE float bits_float(int v) { return __int_as_float(v); }
 
 // Correctly rounded whatever the compiler's flags.
 INLINE float inverse_sqrt(float v) { return __frcp_rn(__fsqrt_rn(v)); }
+
+// To one unit in the last place: the hardware's guess, and a step of Newton's. It has no branches,
+// as the root and the division have, and so a third of their latency.
+INLINE float near_inverse_sqrt(float v) {
+    float guess;
+    asm("rsqrt.approx.f32 %0, %1;" : "=f"(guess) : "f"(v));
+    return fmaf(guess, 0.5f * fmaf(-v * guess, guess, 1.0f), guess);
+}
 INLINE float exponential(float v) { return expf(v); }
+INLINE float divide(float a, float b) { return __fdiv_rn(a, b); }
+// To 1 ulp, of numbers far from the ends of the range.
+INLINE float rough_reciprocal(float v) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(v));
+    return inverse;
+}
+// Not joined with an addition to one rounding.
+INLINE float multiply(float a, float b) { return __fmul_rn(a, b); }
+INLINE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
 INLINE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 INLINE u32 lanes_where(bool holds) { return __ballot_sync(0xffffffffu, holds); }

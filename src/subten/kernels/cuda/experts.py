@@ -7,6 +7,7 @@ features of an expert.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 
 import torch
 
@@ -19,7 +20,9 @@ from subten.kernels.cuda.gemv import (
     MAX_TOKENS,
     TILE_ROWS,
     GemvPlan,
+    is_one_token,
     is_plain,
+    kernel_name,
     plan_gemv,
     shared_bytes,
     suits_weight,
@@ -39,16 +42,25 @@ def plan_up(top_k: int, hidden: int, dim: int, weight_format: str) -> GemvPlan:
     return plan_gemv(top_k * hidden // UP_TILE, dim, weight_format)
 
 
+MEASURED_DOWN: Mapping[tuple[int, int, str], tuple[int, int]] = {
+    (8, 768, "none"): (2, 2),
+    (8, 768, "fp8"): (2, 2),
+    (8, 768, "int4"): (2, 2),
+    (2, 14336, "none"): (8, 2),
+    (2, 14336, "fp8"): (6, 2),
+    (2, 14336, "int4"): (6, 2),
+}
+"""(experts a token, F, format) to the fastest (warps_k, depth), as `gemv.MEASURED`."""
+
+
 def plan_down(top_k: int, hidden: int, weight_format: str) -> GemvPlan:
     """Plan of down: `warps_n` is the experts of a token, side by side in a block.
 
-    A block takes 16 warps, or with packed weights 12 where `top_k` divides that, each with 2 KiB in
-    flight: the fastest for both matrices and all formats of `gemv.MEASURED`.
+    As measured, or else as many warps as a block may have, with 2 KiB in flight each.
     """
-    num_blocks = hidden // FORMATS[weight_format].block
-    max_warps = 12 if weight_format != "none" and 12 % top_k == 0 else MAX_WARPS
-    warps_k = max(1, min(max_warps // top_k, num_blocks))
-    return GemvPlan(warps_k=warps_k, warps_n=top_k, depth=2)
+    widest = max(1, min(MAX_WARPS // top_k, hidden // FORMATS[weight_format].block))
+    warps_k, depth = MEASURED_DOWN.get((top_k, hidden, weight_format), (widest, 2))
+    return GemvPlan(warps_k=warps_k, warps_n=top_k, depth=depth)
 
 
 def experts(
@@ -86,7 +98,7 @@ def launch_up(
     act_AF = torch.empty(num_tokens * top_k, hidden, dtype=torch.bfloat16, device=device)
     runtime.launch(
         "experts.cu",
-        f"up_kernel<{FORMATS[gate_up.format].struct}, {plan.depth}>",
+        kernel_name("up_kernel", gate_up.format, plan, is_one_token(num_tokens, dim, plan)),
         (num_tokens * top_k, -(-hidden // (UP_TILE * plan.warps_n * plan.tiles))),
         plan.num_threads,
         (
@@ -131,7 +143,7 @@ def launch_down(
     out_TD = torch.empty(num_tokens, dim, dtype=residual_TD.dtype, device=residual_TD.device)
     runtime.launch(
         "experts.cu",
-        f"down_kernel<{FORMATS[weight.format].struct}, {plan.depth}>",
+        kernel_name("down_kernel", weight.format, plan),
         (num_tokens, dim // TILE_ROWS),
         plan.num_threads,
         (

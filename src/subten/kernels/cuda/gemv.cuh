@@ -24,8 +24,13 @@
 
 #define MAX_COLUMNS 8
 #define TILE_ROWS 16
+#define MAX_WARPS 16
 // One warp's sums over its slice of K: [16 rows][8 columns].
 #define PARTIAL 128
+
+// Units of 8 inputs of x, and of the norm's weights, that a thread keeps in registers: 256 threads
+// hold K = 4096. `gemv.py` knows it too.
+#define KEPT 2
 
 // Codes become bf16 numbers by masks and shifts alone, far below 1 and partly subnormal, which the
 // tensor cores take exactly. So that products are normal, x carries X_FACTOR; each row's sum is
@@ -48,6 +53,7 @@ struct Bf16 {
                 pack_bf16(v[6], v[7])};
     }
 
+    template <int SUMS>
     static INLINE void multiply(float (&sum)[2][4], const Block& w, const uint4* x, float2) {
         const uint4 b = x[0];
         mma(sum[0], w.low.x, w.high.x, w.low.y, w.high.y, b.x, b.y);
@@ -71,6 +77,7 @@ struct Fp8 {
     static INLINE u32 even(u32 w) { return ((w << 8) & 0x80008000u) | ((w << 4) & 0x07f007f0u); }
     static INLINE u32 odd(u32 w) { return (w & 0x80008000u) | ((w >> 4) & 0x07f007f0u); }
 
+    template <int SUMS>
     static INLINE void multiply(float (&sum)[2][4], const Block& w, const uint4* x, float2) {
         const u32 low[4] = {w.low.x, w.low.y, w.low.z, w.low.w};
         const u32 high[4] = {w.high.x, w.high.y, w.high.z, w.high.w};
@@ -107,22 +114,30 @@ struct Int4 {
     static INLINE u32 lower(u32 w) { return w & 0x000f000fu; }
     static INLINE u32 upper(u32 w) { return w & 0x00f000f0u; }
 
+    template <int SUMS>
     static INLINE void multiply(float (&sum)[2][4], const Block& w, const uint4* x, float2 zero) {
         const u32 low[4] = {w.low.x, w.low.y, w.low.z, w.low.w};
         const u32 high[4] = {w.high.x, w.high.y, w.high.z, w.high.w};
-        float first[4] = {zero.x, zero.y, zero.x, zero.y}, second[4] = {0, 0, 0, 0};
+        // Of four sums, none waits for more than one product; two take eight registers less.
+        float part[SUMS][4] = {{zero.x, zero.y, zero.x, zero.y}};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const uint4 b = x[4 * j];
             const u32 l = low[j], h = high[j], l8 = l >> 8, h8 = h >> 8;
-            mma(first, lower(l), lower(h), upper(l), upper(h), b.x, b.y);
-            mma(second, lower(l8), lower(h8), upper(l8), upper(h8), b.z, b.w);
+            mma(part[2 * j % SUMS], lower(l), lower(h), upper(l), upper(h), b.x, b.y);
+            mma(part[(2 * j + 1) % SUMS], lower(l8), lower(h8), upper(l8), upper(h8), b.z, b.w);
+        }
+        float total[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            total[i] = part[0][i] + part[1][i];
+            if constexpr (SUMS == 4) total[i] += part[2][i] + part[3][i];
         }
         const float scale_low = low_bf16(w.scale_low), scale_high = low_bf16(w.scale_high);
-        sum[0][0] += scale_low * (first[0] + second[0]);
-        sum[0][1] += scale_low * (first[1] + second[1]);
-        sum[0][2] += scale_high * (first[2] + second[2]);
-        sum[0][3] += scale_high * (first[3] + second[3]);
+        sum[0][0] += scale_low * total[0];
+        sum[0][1] += scale_low * total[1];
+        sum[0][2] += scale_high * total[2];
+        sum[0][3] += scale_high * total[3];
     }
 };
 
@@ -163,14 +178,26 @@ struct Shared {
     // Stores inputs 8 * unit .. 8 * unit + 7 of a column. All lanes call it together, 16
     // neighbours with the 16 units of one group; a lane past the end passes is_inside = false.
     INLINE void store(int column, int unit, float (&v)[8], bool is_inside, int zero_column) {
+        store_zero(unit, store_x(column, unit, v, is_inside), is_inside, zero_column);
+    }
+
+    // The two halves of `store`, the first of which returns what the second takes.
+    INLINE float store_x(int column, int unit, float (&v)[8], bool is_inside) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] *= Format::X_FACTOR;
         const uint4 packed = Format::order(v);
         if (is_inside)
             *reinterpret_cast<uint4*>(x + column * row_bytes + Layout<Format>::x_byte(unit)) =
                 packed;
+        if constexpr (Format::HAS_GROUP_SCALE)
+            return Format::sum(packed);
+        else
+            return 0.0f;
+    }
+
+    INLINE void store_zero(int unit, float sum, bool is_inside, int zero_column) {
         if constexpr (Format::HAS_GROUP_SCALE) {
-            const float total = sum_over_lanes<16>(Format::sum(packed));
+            const float total = sum_over_lanes<16>(sum);
             if (is_inside && unit % 16 == 0)
                 zero[unit / 16 * zero_columns + zero_column] = Format::ZERO * total;
         }
@@ -195,6 +222,26 @@ INLINE void load8(float (&v)[8], const void* row, int unit, bool is_bf16) {
     }
 }
 
+INLINE float sum_of_squares(const float (&v)[8]) {
+    return ((v[0] * v[0] + v[1] * v[1]) + (v[2] * v[2] + v[3] * v[3])) +
+           ((v[4] * v[4] + v[5] * v[5]) + (v[6] * v[6] + v[7] * v[7]));
+}
+
+// Sums of up to MAX_WARPS warps in shared memory; those past the block's are zero.
+INLINE void store_warp_sum(float4* four, float v, int warp, int num_warps, int lane) {
+    float* sums = reinterpret_cast<float*>(four);
+    if (lane == 0) sums[warp] = v;
+    if (warp == 0 && lane >= num_warps && lane < MAX_WARPS) sums[lane] = 0;
+}
+
+INLINE float sum_of_warps(const float4* four) {
+    float part[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        part[i] = (four[i].x + four[i].y) + (four[i].z + four[i].w);
+    return (part[0] + part[1]) + (part[2] + part[3]);
+}
+
 INLINE float load_value(const void* from, i64 index, bool is_bf16) {
     if (is_bf16) return low_bf16(reinterpret_cast<const u16*>(from)[index]);
     return reinterpret_cast<const float*>(from)[index];
@@ -205,6 +252,32 @@ INLINE void store_value(void* to, i64 index, float v, bool is_bf16) {
         reinterpret_cast<u16*>(to)[index] = static_cast<u16>(pack_bf16(v, 0.0f));
     else
         reinterpret_cast<float*>(to)[index] = v;
+}
+
+// Units first .. first + count - 1 of a row that an earlier kernel wrote, by one warp, whole int4
+// groups: all loads of a batch go out before the first one is needed.
+template <class Format>
+INLINE void store_slice(Shared<Format>& shared, const u16* row, int column, int first, int count,
+                        int zero_column, int lane) {
+    constexpr int BATCH = 4;
+#pragma unroll 1
+    for (int begin = 0; begin < count; begin += BATCH * WARP) {
+        uint4 bits[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int u = begin + i * WARP + lane;
+            bits[i] = {0, 0, 0, 0};
+            if (u < count) bits[i] = reinterpret_cast<const uint4*>(row)[first + u];
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int u = begin + i * WARP + lane;
+            if (u - lane >= count) break;
+            float v[8];
+            unpack8(v, bits[i]);
+            shared.store(column, first + u, v, u < count, zero_column);
+        }
+    }
 }
 
 // A lane's place in its warp's slice: `num_blocks` blocks of K in each of its tiles. Between tiles,
@@ -229,6 +302,13 @@ struct Cursor {
         scale_high = high_rows * groups;
         scale_tile = tile_rows * groups - blocks;
         num_blocks = left = blocks;
+    }
+
+    // Moves to the same place some rows on.
+    INLINE void move(i64 rows, int dim) {
+        const int blocks_of_row = dim / Layout<Format>::BLOCK;
+        codes += rows * (blocks_of_row * 64);
+        scale += rows * blocks_of_row;
     }
 
     INLINE void load(Block& block) {
@@ -275,7 +355,7 @@ INLINE void stream(Cursor<Format>& cursor, int num_tiles, int first_block,
             if constexpr (Format::HAS_GROUP_SCALE)
                 first_value = *reinterpret_cast<const float2*>(zero + block * shared.zero_columns);
             const uint4* x_block = reinterpret_cast<const uint4*>(x + block * STEP);
-            Format::multiply(sum, ring[s], x_block, first_value);
+            Format::template multiply<DEPTH == 2 ? 2 : 4>(sum, ring[s], x_block, first_value);
             if (first + s + DEPTH < total) cursor.load(ring[s]);
             if (++block == cursor.num_blocks) {
                 float d[4];
@@ -304,6 +384,7 @@ INLINE void store_partial(float* partial, const float (&d)[4], int lane) {
 // Sum over the warps that share a tile, always in the same order.
 INLINE float sum_partials(const float* partial, int row, int column, int warps_k) {
     float sum = 0;
+#pragma unroll 4  // four loads at a time
     for (int part = 0; part < warps_k; ++part)
         sum += partial[part * PARTIAL + row * MAX_COLUMNS + column];
     return sum;

@@ -23,6 +23,9 @@ TILE_ROWS = 16
 NUM_SMS = 132
 """Of an H100 or H200; plans aim at it. Any other number works."""
 
+KEPT_UNITS = 2
+"""Units of 8 inputs of x that a thread keeps in registers: `KEPT` of gemv.cuh."""
+
 MAX_SHARED_BYTES = 226 * 1024
 """Dynamic shared memory of a block on sm_90: 227 KiB, less what kernels declare."""
 
@@ -102,11 +105,11 @@ MEASURED: Mapping[tuple[int, int, str], tuple[int, int, int, int]] = {
     (3584, 4096, "fp8"): (4, 2, 4, 6),
     (3584, 4096, "int4"): (1, 8, 2, 6),
 }
-"""(tiles of 16 rows, K, format) to the fastest (warps_k, warps_n, tiles, depth) of some 140.
+"""(tiles of 16 rows, K, format) to the fastest (warps_k, warps_n, tiles, depth) of some 100.
 
 The matrices of qwen3-30b-a3b and mixtral-8x7b: qkv, output, head, and gate and up of the chosen
-experts. `benchmarks/gemv_bench.py --plans all` on an H200, cold L2:
-benchmarks/results/h200-gemv-plans.json.
+experts, within a chain of a layer's kernels, cold L2, on an H200:
+`benchmarks/gemv_bench.py --chain --plans all`.
 """
 
 
@@ -172,6 +175,18 @@ def suits_weight(weight: Weight, tile_rows: int) -> bool:
     )
 
 
+def kernel_name(kernel: str, weight_format: str, plan: GemvPlan, *flags: bool) -> str:
+    """A kernel's instance in C++: format, ring depth, and its flags."""
+    arguments = [FORMATS[weight_format].struct, str(plan.depth)]
+    arguments += [str(flag).lower() for flag in flags]
+    return f"{kernel}<{', '.join(arguments)}>"
+
+
+def is_one_token(num_tokens: int, dim: int, plan: GemvPlan) -> bool:
+    """Whether the threads of a block hold all of x in registers."""
+    return num_tokens == 1 and dim // 8 <= KEPT_UNITS * plan.num_threads
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether 16-byte loads may read the tensor as one run of memory."""
     return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
@@ -218,13 +233,17 @@ def linear(
         out_dtype = weight.dtype if residual_TN is None else residual_TN.dtype
     out_TN = torch.empty(num_tokens, num_rows, dtype=out_dtype, device=x_TK.device)
     plan = plan or plan_gemv(num_rows // TILE_ROWS, dim, weight.format)
-    device_format = FORMATS[weight.format]
-    plan.check(dim, device_format)
+    plan.check(dim, FORMATS[weight.format])
     lanes = plan.warps_n * plan.tiles
-    is_x_bf16 = str(x_TK.dtype == torch.bfloat16).lower()
     runtime.launch(
         "linear.cu",
-        f"linear_kernel<{device_format.struct}, {plan.depth}, {is_x_bf16}>",
+        kernel_name(
+            "linear_kernel",
+            weight.format,
+            plan,
+            x_TK.dtype == torch.bfloat16,
+            is_one_token(num_tokens, dim, plan),
+        ),
         (-(-num_rows // (TILE_ROWS * lanes)),),
         plan.num_threads,
         (

@@ -12,19 +12,19 @@
 // threads (from L2); T * N * itemsize of y, and of the residual.
 #include "gemv.cuh"
 
-// Norm weights that a thread fetches before it waits: its first units of 8 inputs. Two cover
-// K = 4096 at 256 threads.
-#define KEPT 2
-
-template <class Format, int DEPTH, bool X_IS_BF16>
+// IS_ONE: for one token of at most KEPT units a thread; x is read once, and the sum of squares has
+// the order that it has among several tokens.
+template <class Format, int DEPTH, bool X_IS_BF16, bool IS_ONE>
 __global__ void __launch_bounds__(512, 1)
     linear_kernel(const u8* codes, const void* scale, const void* x, i64 x_stride_bytes,
                   const u16* norm_weight, float eps, const u16* bias, const void* residual,
                   i64 residual_stride, int residual_is_bf16, void* out, int out_is_bf16,
-                  int num_tokens, int num_rows, int dim, int warps_k, int tiles_each) {
+                  int all_tokens, int num_rows, int dim, int warps_k, int tiles_each) {
     DYNAMIC_SHARED(dynamic_shared);
-    __shared__ float square[MAX_COLUMNS][16];
+    __shared__ float4 square[MAX_COLUMNS][MAX_WARPS / 4];
+    __shared__ float inverses[MAX_COLUMNS];
     launch_dependents();
+    const int num_tokens = IS_ONE ? 1 : all_tokens;
     const int thread = threadIdx.x, num_threads = blockDim.x;
     const int lane = thread % WARP, warp = thread / WARP, num_warps = num_threads / WARP;
     const int warp_k = warp % warps_k, warp_n = warp / warps_k, warps_n = num_warps / warps_k;
@@ -40,13 +40,14 @@ __global__ void __launch_bounds__(512, 1)
     if (bias && has_row) row_bias = low_bf16(load_constant2(bias + row));
 
     const int units = dim / 8, all_units = num_tokens * units;
+    // With bfloat16 x they come with it: it rarely has a norm, and a deep ring needs the registers.
     uint4 kept[KEPT];
 #pragma unroll
     for (int i = 0; i < KEPT; ++i) {
-        const int index = thread + i * num_threads;
+        const int index = thread + i * num_threads, u = IS_ONE ? index : index % units;
         kept[i] = {0, 0, 0, 0};
-        if (norm_weight && index < all_units)
-            kept[i] = load_constant16(norm_weight + index % units * 8);
+        if (!X_IS_BF16 && norm_weight && index < all_units)
+            kept[i] = load_constant16(norm_weight + u * 8);
     }
 
     const int num_blocks = dim / Layout<Format>::BLOCK;
@@ -58,7 +59,65 @@ __global__ void __launch_bounds__(512, 1)
     Cursor<Format> cursor(codes, scale, dim, (i64)first_tile * TILE_ROWS, 8, TILE_ROWS, first_block,
                           blocks, lane);
 
-    auto prologue = [&] {
+    auto load_residual = [&](int t) {
+        if (!residual || !has_row || t >= num_tokens) return 0.0f;
+        return load_value(residual, t * residual_stride + row, residual_is_bf16);
+    };
+    float next = 0;
+
+    auto prepare_one = [&] {
+        wait_for_previous_kernels();
+        uint4 bits[KEPT] = {};      // of bfloat16 x
+        float whole[KEPT][8] = {};  // of float32 x
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i) {
+            const int u = thread + i * num_threads;
+            if (u >= units) continue;
+            if constexpr (X_IS_BF16) {
+                bits[i] = reinterpret_cast<const uint4*>(x)[u];
+                if (norm_weight) kept[i] = load_constant16(norm_weight + u * 8);
+            } else {
+                load8(whole[i], x, u, false);
+            }
+        }
+        auto get = [&](float(&v)[8], int i) {
+            if constexpr (X_IS_BF16) {
+                unpack8(v, bits[i]);
+            } else {
+#pragma unroll
+                for (int j = 0; j < 8; ++j) v[j] = whole[i][j];
+            }
+        };
+        next = load_residual(0);
+        float inverse = 1.0f;
+        if (norm_weight) {
+            float sum = 0;
+#pragma unroll
+            for (int i = 0; i < KEPT; ++i) {
+                float v[8];
+                get(v, i);
+                sum += sum_of_squares(v);
+            }
+            store_warp_sum(square[0], sum_over_lanes<WARP>(sum), warp, num_warps, lane);
+            __syncthreads();
+            inverse = near_inverse_sqrt(sum_of_warps(square[0]) * (1.0f / dim) + eps);
+        }
+#pragma unroll
+        for (int i = 0; i < KEPT; ++i) {
+            const int u = thread + i * num_threads;
+            if (u - thread >= units) break;
+            float v[8], w[8];
+            get(v, i);
+            if (norm_weight) {
+                unpack8(w, kept[i]);
+#pragma unroll
+                for (int j = 0; j < 8; ++j) v[j] = v[j] * inverse * w[j];
+            }
+            shared.store(0, u, v, u < units, 0);
+        }
+        __syncthreads();
+    };
+    auto prepare = [&] {
         wait_for_previous_kernels();
         const u8* x_bytes = reinterpret_cast<const u8*>(x);
         if (norm_weight) {
@@ -73,19 +132,17 @@ __global__ void __launch_bounds__(512, 1)
                     float v[8], w[8];
                     load8(v, x_bytes + t * x_stride_bytes, u, X_IS_BF16);
                     load8(w, x_bytes + other * x_stride_bytes, u, X_IS_BF16);
-#pragma unroll
-                    for (int i = 0; i < 8; ++i) sum += v[i] * v[i], other_sum += w[i] * w[i];
+                    sum += sum_of_squares(v);
+                    other_sum += sum_of_squares(w);
                 }
                 sum = sum_over_lanes<WARP>(sum);
                 other_sum = sum_over_lanes<WARP>(other_sum);
-                if (lane == 0) square[t][warp] = sum, square[other][warp] = other_sum;
+                store_warp_sum(square[t], sum, warp, num_warps, lane);
+                store_warp_sum(square[other], other_sum, warp, num_warps, lane);
             }
             __syncthreads();
-            if (thread < num_tokens) {
-                float sum = 0;
-                for (int w = 0; w < num_warps; ++w) sum += square[thread][w];
-                square[thread][0] = inverse_sqrt(sum / dim + eps);
-            }
+            if (thread < num_tokens)
+                inverses[thread] = near_inverse_sqrt(sum_of_warps(square[thread]) * (1.0f / dim) + eps);
             __syncthreads();
         }
 #pragma unroll 1
@@ -97,16 +154,22 @@ __global__ void __launch_bounds__(512, 1)
             load8(v, x_bytes + t * x_stride_bytes, u, X_IS_BF16);
             if (norm_weight) {
                 uint4 bits = i == 0 ? kept[0] : kept[1];
-                if (i >= KEPT) bits = load_constant16(norm_weight + u * 8);
+                if (X_IS_BF16 || i >= KEPT) bits = load_constant16(norm_weight + u * 8);
                 float w[8];
                 unpack8(w, bits);
-                const float inverse = square[t][0];
+                const float inverse = inverses[t];
 #pragma unroll
                 for (int j = 0; j < 8; ++j) v[j] = v[j] * inverse * w[j];
             }
             shared.store(t, u, v, is_inside, t);
         }
         __syncthreads();
+    };
+    auto prologue = [&] {
+        if constexpr (IS_ONE)
+            prepare_one();
+        else
+            prepare();
     };
 
     const int column = lane / 4 < num_tokens ? lane / 4 : num_tokens - 1;
@@ -116,11 +179,7 @@ __global__ void __launch_bounds__(512, 1)
                               store_partial(partial + tile * warps_k * PARTIAL, d, lane);
                           });
 
-    auto load_residual = [&](int t) {
-        if (!residual || !has_row || t >= num_tokens) return 0.0f;
-        return load_value(residual, t * residual_stride + row, residual_is_bf16);
-    };
-    float next = load_residual(0);
+    if (!IS_ONE) next = load_residual(0);
     __syncthreads();
     if (!has_row) return;
     const float factor = row_scale * Format::SCALE_FACTOR;

@@ -5,8 +5,10 @@
 // Letters: T tokens, D features, E experts, K experts a token. gate [E, D] float32:
 //
 //   block of threads e: row e of gate, for every token; writes score[t][e] and its E-th part of h
-//   the block that arrives last: warp t picks the K experts of token t
+//   the last block: warp t waits for the scores of token t and picks its K experts
 //
+// Scores are UNSET between launches, so a score that is there is its own signal: no counter, no
+// fence. Every other block runs to its end without waiting for this one.
 // The norm's factor is common to all terms of a score, so one pass over x gives both sums. Row e
 // and the norm's weights are in registers before the wait: static, and most of the bytes.
 // Bytes: E * D * 4 of gate, once; T * D * itemsize of x a block of threads (from L2).
@@ -16,7 +18,9 @@
 #define ROUTE_WARPS (ROUTE_THREADS / WARP)
 // Units of 8 features that a thread fetches before it waits: all of 4096.
 #define ROUTE_KEPT 2
-#define NO_ID 0x7fffffff
+// Bits of a score that is not there yet: a NaN that the kernel never writes. `route.py` has it too.
+#define UNSET (-1)
+#define BAD_SCORE 0x7fc00000
 // Key of an expert that is chosen already or does not exist, below every float's.
 #define TAKEN (-0x7fffffff - 1)
 
@@ -39,64 +43,69 @@ INLINE void load_unit(float (&gate)[8], uint4& weight, const float* gate_row,
     gate[6] = bits_float(b.z), gate[7] = bits_float(b.w);
 }
 
-// The K best of one token's experts by one warp: K passes of find and mask, as `_select` in
-// route.py. A lane holds KEYS experts, lane + 32 * i.
+// Waits for one token's scores, leaves them unset for the next launch, and picks the K best, by one
+// warp: K passes of find and mask, as `_select` in route.py. A lane holds KEYS experts from
+// lane * KEYS on, so the first lane of those with the best key holds the lowest id.
 template <int KEYS>
-INLINE void select_experts(const float* score, int* topk_id, float* topk_weight, int num_experts,
+INLINE void select_experts(float* score, int* topk_id, float* topk_weight, int num_experts,
                            int top_k, bool renormalize, float scaling_factor, int lane) {
-    int key[KEYS];
+    const int first = lane * KEYS;
     float value[KEYS];
-    int best = TAKEN;
+    bool is_set;
+    do {
+        is_set = true;
+#pragma unroll
+        for (int i = 0; i < KEYS; ++i) {
+            value[i] = first + i < num_experts ? poll(score + first + i) : bits_float(0xff800000);
+            is_set = is_set && float_bits(value[i]) != UNSET;
+        }
+    } while (!is_set);
+
+    int key[KEYS], best, at;
+    auto find_best = [&] {
+        best = key[0], at = 0;
+#pragma unroll
+        for (int i = 1; i < KEYS; ++i)
+            if (key[i] > best) best = key[i], at = i;
+    };
 #pragma unroll
     for (int i = 0; i < KEYS; ++i) {
-        const int e = lane + WARP * i;
-        value[i] = e < num_experts ? load_from_l2(score + e) : bits_float(0xff800000);
-        key[i] = e < num_experts ? sort_key(value[i]) : TAKEN;
-        best = key[i] > best ? key[i] : best;
+        key[i] = first + i < num_experts ? sort_key(value[i]) : TAKEN;
+        if (first + i < num_experts) score[first + i] = bits_float(UNSET);
     }
-    const float largest = key_score(warp_max(best));
+    find_best();
+    int most = warp_max(best), own_key = 0;
+    const float largest = key_score(most);
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < KEYS; ++i)
-        if (lane + WARP * i < num_experts) sum += exponential(value[i] - largest);
+        if (first + i < num_experts) sum += exponential(value[i] - largest);
     sum = sum_over_lanes<WARP>(sum);
 
-    int own_id = 0;
-    float own_weight = 0;
     for (int k = 0; k < top_k; ++k) {
-        best = TAKEN;
+        if (k > 0) most = warp_max(best);
+        if (lane == k) own_key = most;
+        if (lane == lowest_bit(lanes_where(best == most))) {
+            topk_id[k] = first + at;
 #pragma unroll
-        for (int i = 0; i < KEYS; ++i) best = key[i] > best ? key[i] : best;
-        best = warp_max(best);
-        int id = NO_ID;
-#pragma unroll
-        for (int i = KEYS - 1; i >= 0; --i)
-            if (key[i] == best) id = lane + WARP * i;
-        id = warp_min(id);
-#pragma unroll
-        for (int i = 0; i < KEYS; ++i)
-            if (id == lane + WARP * i) key[i] = TAKEN;
-        if (lane == k) {
-            own_id = id;
-            own_weight = exponential(key_score(best) - largest) / sum;
+            for (int i = 0; i < KEYS; ++i)
+                if (i == at) key[i] = TAKEN;
+            find_best();
         }
     }
+    float own_weight = lane < top_k ? exponential(key_score(own_key) - largest) / sum : 0.0f;
     if (renormalize) own_weight /= sum_over_lanes<WARP>(own_weight);
-    if (lane < top_k) {
-        topk_id[lane] = own_id;
-        topk_weight[lane] = own_weight * scaling_factor;
-    }
+    if (lane < top_k) topk_weight[lane] = own_weight * scaling_factor;
 }
 
 template <int KEYS>
 __global__ void __launch_bounds__(ROUTE_THREADS, 1)
     route_kernel(const void* x, i64 x_stride_bytes, int x_is_bf16, const u16* norm_weight,
-                 const float* gate, float* score, int* counter, u16* h, int* topk_id,
+                 const float* gate, float* score, u16* h, int* topk_id,
                  float* topk_weight, int num_tokens, int num_experts, int dim, int top_k,
                  int renormalize, float eps, float scaling_factor) {
     __shared__ float squares[MAX_COLUMNS][ROUTE_WARPS], products[MAX_COLUMNS][ROUTE_WARPS];
     __shared__ float inverse[MAX_COLUMNS];
-    __shared__ int is_last;
     launch_dependents();
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     const int expert = blockIdx.x, units = dim / 8;
@@ -148,16 +157,16 @@ __global__ void __launch_bounds__(ROUTE_THREADS, 1)
             square += squares[thread][w];
             product += products[thread][w];
         }
-        inverse[thread] = inverse_sqrt(square / dim + eps);
-        score[thread * num_experts + expert] = product * inverse[thread];
+        inverse[thread] = near_inverse_sqrt(square * (1.0f / dim) + eps);
+        const float own = product * inverse[thread];
+        publish(score + thread * num_experts + expert, own == own ? own : bits_float(BAD_SCORE));
     }
-    // Every score lies before the one release that thread 0 does in `arrive`.
     __syncthreads();
-    if (thread == 0) is_last = arrive(counter) == num_experts - 1;
 
+    // From the last thread down, so that the warps that pick have no share or a small one.
     const int first_unit = units * expert / num_experts;
     const int own_units = units * (expert + 1) / num_experts - first_unit;
-    for (int i = thread; i < own_units * num_tokens; i += ROUTE_THREADS) {
+    for (int i = ROUTE_THREADS - 1 - thread; i < own_units * num_tokens; i += ROUTE_THREADS) {
         const int t = i / own_units, u = first_unit + i % own_units;
         float v[8], w[8];
         load8(v, x_bytes + t * x_stride_bytes, u, x_is_bf16);
@@ -166,10 +175,7 @@ __global__ void __launch_bounds__(ROUTE_THREADS, 1)
         for (int j = 0; j < 8; ++j) v[j] = v[j] * inverse[t] * w[j];
         reinterpret_cast<uint4*>(h + (i64)t * dim)[u] = Bf16::order(v);
     }
-    __syncthreads();
-    if (!is_last) return;
-    if (thread == 0) *counter = 0;  // for the next launch, or replay
-    if (warp < num_tokens)
+    if (expert == num_experts - 1 && warp < num_tokens)
         select_experts<KEYS>(score + warp * num_experts, topk_id + warp * top_k,
                              topk_weight + warp * top_k, num_experts, top_k, renormalize,
                              scaling_factor, lane);

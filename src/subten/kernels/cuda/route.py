@@ -20,6 +20,9 @@ MAX_EXPERTS = 1024
 MAX_TOP_K = 32
 """A lane of a warp keeps one pick."""
 
+UNSET_BITS = -1
+"""Of a score that is not there yet: `UNSET` of route.cu."""
+
 
 def route(
     x_TD: torch.Tensor,
@@ -38,7 +41,7 @@ def route(
     What the kernel does not take (a gate that is not float32, a norm weight that is not bfloat16)
     goes to Triton. With `pdl` (programmatic dependent launch) gate and norm weight are read before
     earlier kernels of the stream have ended. Launches on one device must follow one another: they
-    share scores and a counter, which returns to zero; the first one, outside of any graph capture,
+    share the scores, which each leaves unset; the first one, outside of any graph capture,
     allocates them.
     """
     if with_order or not _suits(x_TD, norm_weight_D, gate_ED, top_k):
@@ -59,7 +62,6 @@ def route(
         topk_id_TK=torch.empty(num_tokens, top_k, dtype=torch.int32, device=device),
         topk_weight_TK=torch.empty(num_tokens, top_k, dtype=torch.float32, device=device),
     )
-    score, counter = _scratch(device)
     runtime.launch(
         "route.cu",
         f"route_kernel<{keys_of_lane(num_experts)}>",
@@ -71,8 +73,7 @@ def route(
             int(x_TD.dtype == torch.bfloat16),
             norm_weight_D,
             gate_ED,
-            score,
-            counter,
+            _unset_scores(device),
             routing.h_TD,
             routing.topk_id_TK,
             routing.topk_weight_TK,
@@ -113,6 +114,7 @@ def _suits(
 
 
 @functools.cache
-def _scratch(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    score = torch.zeros(MAX_TOKENS * MAX_EXPERTS, dtype=torch.float32, device=device)
-    return score, torch.zeros(1, dtype=torch.int32, device=device)
+def _unset_scores(device: torch.device) -> torch.Tensor:
+    """Scores that the blocks of one launch hand to the one that picks."""
+    bits = torch.full((MAX_TOKENS * MAX_EXPERTS,), UNSET_BITS, dtype=torch.int32, device=device)
+    return bits.view(torch.float32)

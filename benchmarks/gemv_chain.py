@@ -1,0 +1,170 @@
+"""The CUDA kernels of a layer but attention, as one chain: each reads what the one before wrote.
+
+x -> qkv -> (heads as if attended) -> output -> route -> up -> down -> x of the next layer
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from gemv_setup import DEVICE, Sizes, graph_us, random_weight
+from subten.kernels.cuda.experts import launch_down, launch_up
+from subten.kernels.cuda.gemv import GemvPlan, linear
+from subten.kernels.cuda.route import route
+from subten.kernels.route import Routing
+from subten.kernels.weight_formats import Weight
+
+PLANNED = ("qkv", "output", "up", "down")
+STAGES = (*PLANNED, "route")
+MIN_LAYERS = 8
+
+Plans = Mapping[str, GemvPlan]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """Weights of one layer, and what stands for a stage that is left out."""
+
+    qkv: Weight
+    output: Weight
+    gate_ED: torch.Tensor
+    gate_up: Weight
+    down: Weight
+    routing: Routing
+
+
+class Chain:
+    """Enough layers that their weights are cold in every round."""
+
+    def __init__(self, sizes: Sizes, *, cold_mb: float) -> None:
+        config, tokens = sizes.config, sizes.num_tokens
+        self.sizes, dim = sizes, config.d_model
+        self.norm_D = torch.ones(dim, dtype=torch.bfloat16, device=DEVICE)
+        self.x_TD = torch.randn(tokens, dim, device=DEVICE)
+        self.qkv_TN = torch.randn(tokens, sizes.qkv, device=DEVICE).bfloat16()
+        self.act_AF = torch.randn(tokens * config.top_k, config.d_ffn, device=DEVICE).bfloat16()
+        layers = [self._layer()]
+        first = layers[0]
+        share = min(1.0, tokens * config.top_k / config.num_experts)
+        self.num_bytes = round(
+            first.qkv.nbytes
+            + first.output.nbytes
+            + first.gate_ED.nbytes
+            + share * (first.gate_up.nbytes + first.down.nbytes)
+        )
+        num_layers = max(MIN_LAYERS, math.ceil(cold_mb * 1e6 / self.num_bytes))
+        self.layers = layers + [self._layer() for _ in range(num_layers - 1)]
+
+    def _layer(self) -> Layer:
+        config, name, tokens = self.sizes.config, self.sizes.weight_format, self.sizes.num_tokens
+        num_experts, dim, hidden = config.num_experts, config.d_model, config.d_ffn
+        ids = [torch.randperm(num_experts, device=DEVICE)[: config.top_k] for _ in range(tokens)]
+        shape = (tokens, config.top_k)
+        return Layer(
+            qkv=random_weight(self.sizes.qkv, dim, weight_format=name),
+            output=random_weight(dim, self.sizes.heads, weight_format=name),
+            gate_ED=torch.randn(num_experts, dim, device=DEVICE) * dim**-0.5,
+            gate_up=random_weight(num_experts, 2 * hidden, dim, weight_format=name),
+            down=random_weight(num_experts, dim, hidden, weight_format=name),
+            routing=Routing(
+                h_TD=torch.randn(tokens, dim, device=DEVICE).bfloat16(),
+                topk_id_TK=torch.stack(ids).int(),
+                topk_weight_TK=torch.full(shape, 1 / config.top_k, device=DEVICE),
+            ),
+        )
+
+    def run(self, plans: Plans, *, pdl: bool, without: str | None = None) -> torch.Tensor:
+        """Launch every layer, or all but one stage: what reads its result reads a constant."""
+        x_TD = self.x_TD
+        for layer in self.layers:
+            x_TD = self._run_layer(layer, x_TD, plans, pdl, without)
+        return x_TD
+
+    def warm(self, plans: Plans) -> None:
+        """Load the kernels, which a capture does not allow."""
+        self._run_layer(self.layers[0], self.x_TD, plans, pdl=True, without=None)
+
+    def _run_layer(
+        self, layer: Layer, x_TD: torch.Tensor, plans: Plans, pdl: bool, without: str | None
+    ) -> torch.Tensor:
+        qkv_TN, routing, act_AF = self.qkv_TN, layer.routing, self.act_AF
+        if without != "qkv":
+            qkv_TN = linear(
+                x_TD, layer.qkv, norm_weight_K=self.norm_D, eps=1e-6, plan=plans["qkv"], pdl=pdl
+            )
+        if without != "output":
+            heads_TN = qkv_TN[:, : self.sizes.heads]
+            x_TD = linear(heads_TN, layer.output, residual_TN=x_TD, plan=plans["output"], pdl=pdl)
+        if without != "route":
+            routing = route(
+                x_TD,
+                self.norm_D,
+                layer.gate_ED,
+                eps=1e-6,
+                top_k=self.sizes.config.top_k,
+                renormalize=True,
+                pdl=pdl,
+            )
+        if without == "up":
+            # `down` reads the ids before it waits, which `route` just before it does not allow.
+            routing = layer.routing
+        else:
+            act_AF = launch_up(routing, layer.gate_up, plan=plans["up"], pdl=pdl)
+        if without == "down":
+            return x_TD
+        return launch_down(
+            routing, act_AF, layer.down, residual_TD=x_TD, plan=plans["down"], pdl=pdl
+        )
+
+    def layer_us(
+        self, plans: Plans, *, pdl: bool = True, without: str | None = None, num_replays: int
+    ) -> float:
+        """Microseconds of one layer."""
+        total = graph_us(lambda: self.run(plans, pdl=pdl, without=without), num_replays=num_replays)
+        return total / len(self.layers)
+
+
+def chain_records(chain: Chain, *, num_replays: int) -> Iterator[dict[str, Any]]:
+    """One layer with PDL and without, then with each stage left out and what that saves."""
+    plans = chain.sizes.table_plans(PLANNED)
+    for pdl in (True, False):
+        chain.run(plans, pdl=pdl)
+        torch.cuda.synchronize()
+        whole_us = chain.layer_us(plans, pdl=pdl, num_replays=num_replays)
+        yield {"kernel": "layer", "pdl": pdl, "us": round(whole_us, 3), "bytes": chain.num_bytes}
+        for stage in STAGES:
+            us = chain.layer_us(plans, pdl=pdl, without=stage, num_replays=num_replays)
+            yield {"kernel": f"layer without {stage}", "pdl": pdl, "us": round(us, 3)} | {
+                "saved_us": round(whole_us - us, 3)
+            }
+
+
+def search_records(chain: Chain, *, num_best: int, num_replays: int) -> Iterator[dict[str, Any]]:
+    """Stage after stage takes the plan with which the whole layer is fastest; two rounds."""
+    plans = chain.sizes.table_plans(PLANNED)
+    for _ in range(2):
+        for stage in plans:
+            tried = chain.sizes.all_plans(stage)
+            for plan in tried:
+                chain.warm(plans | {stage: plan})
+            quick = {plan: chain.layer_us(plans | {stage: plan}, num_replays=3) for plan in tried}
+            best = sorted(tried, key=lambda plan: quick[plan])[:num_best]
+            times = {
+                plan: chain.layer_us(plans | {stage: plan}, num_replays=num_replays)
+                for plan in dict.fromkeys([*best, tried[0]])
+            }
+            plans[stage] = min(times, key=lambda plan: times[plan])
+            for plan, us in times.items():
+                yield {
+                    "kernel": stage,
+                    "pdl": True,
+                    "us": round(us, 3),
+                    "is_table": plan == tried[0],
+                    "key": chain.sizes.key(stage),
+                    "plan": asdict(plan),
+                }
