@@ -108,7 +108,7 @@ def _choose_group(
     two accumulators of gate and up leave registers for (64). Of 17 choices on an H200 this was the
     fastest at 512 tokens of qwen3-30b-a3b for BF16 and FP8 (339 and 397 us against 358 and 521 with
     tiles for the mean), and 7 % from the fastest for INT4
-    (benchmarks/results/h200-grouped-tiles.json). FP32 runs without tensor cores and needs room for
+    (benchmarks/plans/h200-grouped-tiles.json). FP32 runs without tensor cores and needs room for
     its unpacked operands.
     """
     is_narrow = dtype == torch.float32

@@ -95,7 +95,7 @@ def plan_decode(
     contexts want more in flight: from 8k on a fourth or fifth stage is a quarter faster, and at 1k
     slower. Only the number of stages follows the length of others; it changes no bit. int4 has so
     much to compute for a byte that 8 warps, two a scheduler, do not keep up with DRAM
-    (benchmarks/results/h200-attend-plans.json).
+    (benchmarks/plans/h200-attend-plans.json).
     """
     pairs = num_sequences * num_kv_heads
     if pairs > num_sms // 2:

@@ -43,12 +43,12 @@ def plan_up(top_k: int, hidden: int, dim: int, weight_format: str) -> GemvPlan:
 
 
 MEASURED_DOWN: Mapping[tuple[int, int, str], tuple[int, int]] = {
-    (8, 768, "none"): (2, 2),
-    (8, 768, "fp8"): (2, 2),
-    (8, 768, "int4"): (2, 2),
-    (2, 14336, "none"): (8, 2),
-    (2, 14336, "fp8"): (6, 2),
-    (2, 14336, "int4"): (6, 2),
+    (8, 768, "none"): (2, 6),
+    (8, 768, "fp8"): (2, 4),
+    (8, 768, "int4"): (2, 6),
+    (2, 14336, "none"): (8, 8),
+    (2, 14336, "fp8"): (8, 2),
+    (2, 14336, "int4"): (8, 2),
 }
 """(experts a token, F, format) to the fastest (warps_k, depth), as `gemv.MEASURED`."""
 
