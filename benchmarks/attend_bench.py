@@ -203,7 +203,6 @@ def measure(
                             num_sms=num_sms(),
                             num_sequences=batch_size,
                             num_kv_heads=shape.num_kv_heads,
-                            max_kv_len=context,
                         )
                         plan.check(group, slice_bytes(case.fmt))
                         op = functools.partial(cuda_attend.attend, plan=plan, pdl=args.pdl)

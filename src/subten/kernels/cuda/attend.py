@@ -27,9 +27,6 @@ STRUCTS: Mapping[str, str] = {"bf16": "KvBf16", "fp8": "KvFp8", "int8": "KvInt8"
 
 HEAD_DIMS = (64, 128)
 
-LONG_KV_LEN = 4096
-"""Above this, a block keeps more of its slices in flight."""
-
 MAX_GROUP = 8
 """Query heads of a KV head. The kernel is written for 16, but with bf16 pages of head dimension 128
 it gave a NaN in 2 of 30 such cases on an H200, for a reason not found: those go to Triton."""
@@ -83,33 +80,31 @@ class DecodePlan:
 
 
 def plan_decode(
-    fmt: KVFormat, *, num_sms: int, num_sequences: int, num_kv_heads: int, max_kv_len: int
+    fmt: KVFormat, *, num_sms: int, num_sequences: int, num_kv_heads: int
 ) -> DecodePlan:
     """Choose splits by the number of pairs of a sequence and a KV head.
 
     Three tiers: splits that give every SM one block at batch 1; four splits; none. Within a tier
     the split of a sequence depends on its own length alone, so its result does too.
 
-    Three stages of 8 warps leave room on an SM for another block: of this launch, where blocks
-    outnumber the SMs, or of the next one, whose first copies then run beside this one's last. Long
-    contexts want more in flight: from 8k on a fourth or fifth stage is a quarter faster, and at 1k
-    slower. Only the number of stages follows the length of others; it changes no bit. int4 has so
-    much to compute for a byte that 8 warps, two a scheduler, do not keep up with DRAM
-    (benchmarks/plans/h200-attend-plans.json).
+    Past the first tier three stages of 8 warps let two blocks share an SM. In it a fourth or fifth
+    stage makes long contexts a quarter faster, and keeps a block from sharing an SM with the
+    kernels ahead: with three, whole steps at 1k were slower than at 32k (bf16 pages, mixtral-8x7b:
+    7.79 against 7.66 ms). int4 has so much to compute for a byte that 8 warps, two a scheduler, do
+    not keep up with DRAM (benchmarks/plans/h200-attend-plans.json).
     """
     pairs = num_sequences * num_kv_heads
     if pairs > num_sms // 2:
         num_splits = 4 if pairs < 4 * num_sms else 1
         return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=8, num_stages=3)
     is_int4, is_bf16 = fmt.codec.name == "int4", fmt.codec.name == "bf16"
-    deep = 5 if is_bf16 else 4
     return DecodePlan(
         # Even: lengths that are powers of two then divide as evenly as they can.
         num_splits=max(1, min(MAX_SPLITS, num_sms // num_kv_heads // 2 * 2)),
         # One slice for each scheduler of an SM; two of BF16, which are half the work.
         min_slices=8 if is_bf16 else 4,
         num_warps=12 if is_int4 else 8,
-        num_stages=2 if is_int4 else (deep if max_kv_len > LONG_KV_LEN else 3),
+        num_stages=2 if is_int4 else (5 if is_bf16 else 4),
     )
 
 
@@ -168,7 +163,6 @@ def attend(
             num_sms=_num_sms(q_THD.device),
             num_sequences=num_tiles,
             num_kv_heads=num_kv_heads,
-            max_kv_len=step.max_kv_len,
         )
     layout = slice_bytes(fmt)
     plan.check(group, layout)

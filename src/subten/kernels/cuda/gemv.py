@@ -109,7 +109,7 @@ MEASURED: Mapping[tuple[int, int, str], tuple[int, int, int, int]] = {
 
 The matrices of qwen3-30b-a3b and mixtral-8x7b: qkv, output, head, and gate and up of the chosen
 experts, within a chain of a layer's kernels, cold L2, on an H200:
-`benchmarks/gemv_bench.py --chain --plans all`.
+`benchmarks/gemv_bench.py --chain --plans all`, benchmarks/plans/h200-gemv-plans.json.
 """
 
 
