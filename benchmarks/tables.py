@@ -96,45 +96,41 @@ def latency_table(results: Results) -> str:
 def quality_table(results: Results) -> str:
     """Perplexity and KLD per cache format and model."""
     rows = [
-        [
-            f"{result['model']}, {result['text']}",
-            row["kv_cache_dtype"],
-            f"{row['kv_true_bits']:.3f}",
-            f"{row['perplexity']:.3f}",
-            f"{(row['perplexity_ratio'] - 1) * 100:+.2f} %",
-            f"{row['kld_mean']:.5f}",
-            f"{row['kld_p999']:.4f}",
-            f"{row['top1_agreement'] * 100:.2f} %",
-            str(row["num_tokens"]),
-        ]
+        [_text_of(result), row["kv_cache_dtype"], f"{row['kv_true_bits']:.3f}", *_quality(row)]
         for result in _of_kind(results, "kv_quality")
         if result.get("quantization", "none") == "none"
         for row in result["results"]
     ]
-    header = ["model, text", "KV cache", "true bits", "perplexity", "change", "KLD mean"]
-    return _table([*header, "KLD 99.9 %", "top-1 agrees", "tokens"], rows)
+    return _table(["model, text", "KV cache", "true bits", *QUALITY_HEADER], rows)
 
 
 def weights_table(results: Results) -> str:
     """Perplexity and KLD per weight format, from the same model unquantised."""
     rows = [
-        [
-            f"{result['model']}, {result['text']}",
-            result["quantization"],
-            row["kv_cache_dtype"],
-            f"{row['perplexity']:.3f}",
-            f"{(row['perplexity_ratio'] - 1) * 100:+.2f} %",
-            f"{row['kld_mean']:.5f}",
-            f"{row['kld_p999']:.4f}",
-            f"{row['top1_agreement'] * 100:.2f} %",
-            str(row["num_tokens"]),
-        ]
+        [_text_of(result), result["quantization"], row["kv_cache_dtype"], *_quality(row)]
         for result in _of_kind(results, "kv_quality")
         if result.get("quantization", "none") != "none"
         for row in result["results"]
     ]
-    header = ["model, text", "weights", "KV cache", "perplexity", "change", "KLD mean"]
-    return _table([*header, "KLD 99.9 %", "top-1 agrees", "tokens"], rows)
+    return _table(["model, text", "weights", "KV cache", *QUALITY_HEADER], rows)
+
+
+QUALITY_HEADER = ("perplexity", "change", "KLD mean", "KLD 99.9 %", "top-1 agrees", "tokens")
+
+
+def _quality(row: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{row['perplexity']:.3f}",
+        f"{(row['perplexity_ratio'] - 1) * 100:+.2f} %",
+        f"{row['kld_mean']:.5f}",
+        f"{row['kld_p999']:.4f}",
+        f"{row['top1_agreement'] * 100:.2f} %",
+        str(row["num_tokens"]),
+    ]
+
+
+def _text_of(result: Mapping[str, Any]) -> str:
+    return f"{result['model']}, {result['text']}"
 
 
 def moe_table(results: Results) -> str:
