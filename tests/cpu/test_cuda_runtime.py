@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +54,23 @@ def test_availability_never_raises(monkeypatch, device):
 
     monkeypatch.setattr(runtime.importlib, "import_module", missing)
     assert runtime.has_compiler.__wrapped__() is False
+
+
+def test_code_that_the_driver_refuses_leaves_the_work_to_triton(monkeypatch, caplog):
+    monkeypatch.setattr(runtime, "has_gpu", lambda: True)
+    monkeypatch.setattr(runtime, "has_compiler", lambda: True)
+    monkeypatch.setattr(runtime, "detect", lambda _name: SimpleNamespace(capability=(9, 0)))
+    for error, expected in ((RuntimeError("cuModuleLoadData: invalid image"), False), (None, True)):
+
+        def load(*_args, error=error):
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(runtime, "kernel", load)
+        runtime._can_load.cache_clear()
+        assert runtime.is_available(torch.device("cuda", 0)) is expected
+    runtime._can_load.cache_clear()
+    assert "invalid image" in caplog.text and "Triton serves" in caplog.text
 
 
 def test_a_second_process_finds_the_code_on_disk(compiled, tmp_path):

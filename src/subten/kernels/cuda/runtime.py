@@ -13,6 +13,7 @@ import importlib
 import importlib.resources
 import importlib.util
 import json
+import logging
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ import torch
 
 from subten.config import cache_dir
 from subten.device import detect, has_gpu, on_device
+
+logger = logging.getLogger(__name__)
 
 OPTIONS = ("--std=c++17",)
 """Options of every compilation beside the architecture; the cache is keyed by them too."""
@@ -37,7 +40,18 @@ def is_available(device: torch.device | None = None) -> bool:
     if device is not None and device.type != "cuda":
         return False
     index = 0 if device is None or device.index is None else device.index
-    return detect(f"cuda:{index}").capability >= (8, 0)
+    return detect(f"cuda:{index}").capability >= (8, 0) and _can_load(index)
+
+
+@functools.cache
+def _can_load(index: int) -> bool:
+    """Whether one kernel compiles and loads: a driver may be older than the compiler's code."""
+    try:
+        kernel("route.cu", "route_kernel<4>", torch.device("cuda", index))
+    except (RuntimeError, OSError) as error:
+        logger.warning("no CUDA kernels on cuda:%d, Triton serves instead: %s", index, error)
+        return False
+    return True
 
 
 @functools.cache
