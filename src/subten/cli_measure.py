@@ -162,7 +162,7 @@ def _planned_config(model: str | None, shape: str | None) -> ModelConfig:
         given = "neither" if model is None else "both"
         raise refuse(ConfigError, "model, shape", given, "one of --model and --shape")
     if shape is not None:
-        from subten.bench.plan import get_shape
+        from subten.bench.shapes import get_shape
 
         return get_shape(shape)
     from subten.models import read_config

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from subten.bench import plan
+from subten.bench.shapes import SHAPES, get_shape
 from subten.codecs import kv_format
 from subten.core import ConfigError
 from subten.kernels import select_ops
 from subten.kernels.weight_formats import WEIGHT_FORMATS
 from subten.models.decoder import Decoder
 
-MIXTRAL, QWEN3 = plan.SHAPES["mixtral-8x7b"], plan.SHAPES["qwen3-30b-a3b"]
+MIXTRAL, QWEN3 = SHAPES["mixtral-8x7b"], SHAPES["qwen3-30b-a3b"]
 
 
 def plan_of(config, bits=16.0, **workload):
@@ -51,7 +52,7 @@ def test_weights_of_one_token(config, quantization, gigabytes):
         (QWEN3, 4.5, 27648),
         (QWEN3, 2.5, 15360),
         # The 70B example: FP16, 10 GiB at 32k, not 1.2 GB.
-        (plan.SHAPES["llama-3-70b"], 16, 327680),
+        (SHAPES["llama-3-70b"], 16, 327680),
     ],
 )
 def test_kv_bytes_of_one_token(config, bits, num_bytes):
@@ -59,7 +60,7 @@ def test_kv_bytes_of_one_token(config, bits, num_bytes):
 
 
 def test_the_70b_example_takes_ten_gibibytes_at_32k():
-    result = plan_of(plan.SHAPES["llama-3-70b"], context_len=32768)
+    result = plan_of(SHAPES["llama-3-70b"], context_len=32768)
     assert result.kv_bytes_per_context == 10 * 2**30
 
 
@@ -98,7 +99,7 @@ def test_experts_touched_by_a_batch(num_experts, top_k, expected):
 
 
 def test_a_dense_model_reads_its_ffn_once_whatever_the_batch():
-    dense = plan.SHAPES["llama-3-70b"]
+    dense = SHAPES["llama-3-70b"]
     one, many = plan.weight_bytes_read(dense, 1), plan.weight_bytes_read(dense, 64)
     assert many - one == 63 * dense.d_model * 2  # one embedding row for each further token
     # 70.6 B parameters less the embedding, 2 bytes each.
@@ -117,11 +118,11 @@ def test_held_parameters_are_the_published_ones():
     assert math.isclose(plan.weight_bytes_held(QWEN3) / 2, 30.53e9, rel_tol=1e-3)
 
 
-@pytest.mark.parametrize("shape", plan.SHAPES)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("quantization", WEIGHT_FORMATS)
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_held_bytes_are_those_of_the_model(shape, quantization, is_tied):
-    config = replace(plan.SHAPES[shape], tie_word_embeddings=is_tied, max_model_len=64)
+    config = replace(SHAPES[shape], tie_word_embeddings=is_tied, max_model_len=64)
     meta = torch.device("meta")
     ops, fmt = select_ops("torch", torch.device("cpu")), kv_format("bf16", config.head_dim)
     model = Decoder(config, ops, fmt, device=meta, dtype=torch.bfloat16, quantization=quantization)
@@ -169,4 +170,4 @@ def test_bad_values_are_refused_by_name(field, value):
 
 def test_an_unknown_shape_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"shape: got 'gpt-9'; allowed: mixtral-8x7b, qwen3"):
-        plan.get_shape("gpt-9")
+        get_shape("gpt-9")

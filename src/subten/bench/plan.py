@@ -14,11 +14,10 @@ The rule: at small batch a step takes at least (weights read + KV cache read) / 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from subten.config import ModelConfig, RopeConfig
+from subten.config import ModelConfig
 from subten.core import PAGE_SIZE, ConfigError, refuse
 from subten.kernels.weight_formats import check_format, packed_bytes
 
@@ -26,68 +25,6 @@ H200_BANDWIDTH_TBPS = 4.56
 """Read-only bandwidth of one H200, measured (the roof, not a data-sheet number), in 1e12 B/s."""
 
 H200_MEMORY_BYTES = 141 * 10**9
-
-
-def _shape(architecture: str, num_layers: int, d_model: int, **rest: Any) -> ModelConfig:
-    return ModelConfig(
-        architecture=architecture,
-        num_layers=num_layers,
-        d_model=d_model,
-        head_dim=128,
-        norm_eps=1e-6,
-        tie_word_embeddings=False,
-        **rest,
-    )
-
-
-SHAPES: Mapping[str, ModelConfig] = {
-    "mixtral-8x7b": _shape(
-        "MixtralForCausalLM",
-        32,
-        4096,
-        num_heads=32,
-        num_kv_heads=8,
-        d_ffn=14336,
-        vocab_size=32000,
-        rope=RopeConfig(theta=1e6),
-        max_model_len=32768,
-        num_experts=8,
-        top_k=2,
-    ),
-    "qwen3-30b-a3b": _shape(
-        "Qwen3MoeForCausalLM",
-        48,
-        2048,
-        num_heads=32,
-        num_kv_heads=4,
-        d_ffn=768,
-        vocab_size=151936,
-        rope=RopeConfig(theta=1e6),
-        max_model_len=40960,
-        has_qk_norm=True,
-        num_experts=128,
-        top_k=8,
-    ),
-    "llama-3-70b": _shape(
-        "LlamaForCausalLM",
-        80,
-        8192,
-        num_heads=64,
-        num_kv_heads=8,
-        d_ffn=28672,
-        vocab_size=128256,
-        rope=RopeConfig(theta=5e5),
-        max_model_len=8192,
-    ),
-}
-"""Public model shapes by name, for plans and speed measurements without a checkpoint."""
-
-
-def get_shape(name: str) -> ModelConfig:
-    """The shape called `name`; ConfigError lists the known ones."""
-    if name not in SHAPES:
-        raise refuse(ConfigError, "shape", name, ", ".join(SHAPES))
-    return SHAPES[name]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -57,7 +57,7 @@ def attend(
     Deterministic. In a step of single tokens a sequence's result does not depend on the others,
     bit for bit, as long as `plan_attend` stays in one tier.
     """
-    num_kv_heads = _check_attend(q_THD, pages_PGB, fmt, step)
+    num_kv_heads = check_attend(q_THD, pages_PGB, fmt, step)
     check_rotation(rotation_DD, fmt)
     if q_THD.device.type == "cpu" and q_THD.dtype != torch.float32:
         # Triton's interpreter multiplies the bit patterns of bf16 dots and truncates bf16 casts.
@@ -155,7 +155,7 @@ def attend_torch(
 
     Differentiable in q. Tokens of no tile come out as zeros.
     """
-    _check_attend(q_THD, pages_PGB, fmt, step)
+    check_attend(q_THD, pages_PGB, fmt, step)
     check_rotation(rotation_DD, fmt)
     num_tokens, num_heads, head_dim = q_THD.shape
     query_start, kv_lens = step.query_start_S1.tolist(), step.kv_len_S.tolist()
@@ -225,9 +225,10 @@ def _num_sms(device: torch.device) -> int:
     return detect(str(device)).num_sms
 
 
-def _check_attend(
+def check_attend(
     q_THD: torch.Tensor, pages_PGB: torch.Tensor, fmt: KVFormat, step: StepTensors
 ) -> int:
+    """Assert what every backend of `attend` takes; the number of KV heads."""
     num_tokens, num_heads, head_dim = q_THD.shape
     num_kv_heads = pages_PGB.shape[1]
     assert head_dim == fmt.head_dim, (head_dim, fmt.head_dim)

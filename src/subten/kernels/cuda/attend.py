@@ -28,8 +28,8 @@ STRUCTS: Mapping[str, str] = {"bf16": "KvBf16", "fp8": "KvFp8", "int8": "KvInt8"
 HEAD_DIMS = (64, 128)
 
 MAX_GROUP = 8
-"""Query heads of a KV head. The kernel is written for 16, but with bf16 pages of head dimension 128
-it gave a NaN in 2 of 30 such cases on an H200, for a reason not found: those go to Triton."""
+"""Query heads of a KV head. The kernel is written for 16, but with 16, bf16 pages of head dimension
+128 and 4097 keys it gave a NaN on an H200, for a reason not found: more than 8 go to Triton."""
 
 MAX_SPLITS = 64
 """The merge keeps the weights of two splits in each lane."""
@@ -149,7 +149,7 @@ def attend(
         return triton_attend.attend(
             q_THD, pages_PGB, fmt, step, scale=scale, rotation_DD=rotation_DD
         )
-    num_kv_heads = triton_attend._check_attend(q_THD, pages_PGB, fmt, step)
+    num_kv_heads = triton_attend.check_attend(q_THD, pages_PGB, fmt, step)
     check_rotation(rotation_DD, fmt)
     rotation_stages(rotation_DD)
     num_tokens, num_heads, head_dim = q_THD.shape
