@@ -1,22 +1,25 @@
-"""The script that measures transformers runs at a tiny shape, without compiling."""
+"""The scripts that measure other engines run at a tiny shape."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
 
 
-def load_script() -> Any:
-    pytest.importorskip("transformers")
-    path = ROOT / "benchmarks" / "peers" / "transformers_decode.py"
-    spec = importlib.util.spec_from_file_location("transformers_decode", path)
+def load_script(name: str = "transformers_decode") -> Any:
+    if name.startswith("transformers"):
+        pytest.importorskip("transformers")
+    path = ROOT / "benchmarks" / "peers" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -53,3 +56,56 @@ def test_a_step_is_the_whole_forward_pass(device):
             got = step(token_11, torch.tensor([[position]], device=device))
         logits = model(input_ids=torch.tensor([prompt], device=device)).logits[0, -1]
     assert int(got) == int(logits.argmax())
+
+
+@pytest.mark.parametrize("weights", ["q4_0", "q8_0", "f16"])
+@pytest.mark.parametrize("shape", ["tiny-mixtral", "tiny-qwen3"])
+def test_a_file_for_llama_cpp(shape, weights, tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    script, path = load_script("llama_cpp"), tmp_path / "tiny.gguf"
+    monkeypatch.setattr(script, "RANDOM_BYTES", 2**14)
+    config = script.SHAPES[shape]
+    read_bytes = script.write_model(path, config, weights)
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    asked = list(script.tensors(config, weights))
+    assert len(found) == len(asked)
+    total = 0.0
+    for name, rows_first, kind in asked:
+        tensor = found[name]
+        assert tuple(tensor.shape) == rows_first[::-1]
+        assert tensor.tensor_type.name == kind.upper()
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        assert np.isfinite(values).all()
+        assert 0 < np.abs(values).mean() < 0.1
+        share = config.top_k / config.num_experts if "_exps" in name else 1.0
+        total += tensor.n_bytes * (1 / rows_first[0] if name.startswith("token_embd") else share)
+    assert read_bytes == pytest.approx(total)
+
+
+def test_a_record_of_llama_cpp(tmp_path, monkeypatch):
+    """The program is one that repeats what it was asked for, in llama-bench's words."""
+    script, out = load_script("llama_cpp"), tmp_path / "peers.json"
+    monkeypatch.setattr("subten.bench.roof.CPU_BYTES", 2**20)
+    monkeypatch.setattr(script, "RANDOM_BYTES", 2**14)
+    program = tmp_path / "llama-bench"
+    program.write_text(
+        f"#!{sys.executable}\n"
+        "import json, sys\n"
+        "asked = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n"
+        "assert open(asked['-m'], 'rb').read(4) == b'GGUF'\n"
+        "print(json.dumps([{'n_depth': int(depth), 'n_gen': int(asked['-n']), 'build_commit':"
+        " 'abc', 'samples_ns': [4_000_000, 6_000_000, 5_000_000]}"
+        " for depth in asked['-d'].split(',')]))\n"
+    )
+    program.chmod(0o755)
+    options = ["--llama-bench", str(program), "--shape", "tiny-qwen3", "--tokens", "2"]
+    options += ["--context-len", "20,40", "--kv-cache", "q4_0", "--folder", str(tmp_path)]
+    script.main([*options, "--device", "cpu", "--json", str(out)])
+    records = json.loads(out.read_text(encoding="utf-8"))
+    assert [record["context_len"] for record in records] == [20, 40]
+    assert [record["tpot_ms_p50"] for record in records] == [2.5, 2.5]
+    assert all(record["version"] == "abc" for record in records)
+    # 20 more tokens of 3 layers, 2 KV heads of 64 channels, K and V, 18 bytes for 32 values.
+    more = records[1]["bytes_per_step"] - records[0]["bytes_per_step"]
+    assert more == pytest.approx(20 * 3 * 2 * 64 * 2 * 18 / 32)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama-bench", "peers.json"]

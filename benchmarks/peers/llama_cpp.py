@@ -1,0 +1,218 @@
+"""Measures batch-1 decoding by llama.cpp: its own llama-bench, on random weights of a shape.
+
+    python benchmarks/peers/llama_cpp.py --llama-bench build/bin/llama-bench --shape qwen3-30b-a3b \
+        --weights q4_0 --kv-cache f16,q4_0 --context-len 1024,32768 --folder /dev/shm \
+        --version "1b2c3d4" --json benchmarks/results/h200-peers.json
+
+Writes a GGUF file of the shape (`subten.bench.shapes`) into the folder and removes it at the end.
+Its blocks are random: one stretch of random bytes with small random scales, laid end to end from
+changing offsets. llama-bench fills a context with its own prefill, generates `--tokens` tokens,
+repeats, and reports the time of each repetition; a sample is one repetition's mean time a token.
+llama-bench samples no token: it takes the next one at random on the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from subten.bench.records import add_records, origin
+from subten.bench.roof import measure_roof
+from subten.bench.shapes import SHAPES
+from subten.config import ModelConfig
+from subten.device import detect
+from subten.engine.stats import Percentiles
+
+RANDOM_BYTES = 2**26
+"""Length of the random stretch that tensors are cut from."""
+
+KV_BITS = {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}
+
+ARCHITECTURES = {"MixtralForCausalLM": "llama", "Qwen3MoeForCausalLM": "qwen3moe"}
+"""Architecture of a shape to what llama.cpp calls it."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure every weight format with every cache and context."""
+    args = parse(arguments)
+    device = detect(args.device)
+    roof = measure_roof(device.torch_device)
+    config = SHAPES[args.shape]
+    for weights in args.weights.split(","):
+        with tempfile.NamedTemporaryFile(dir=args.folder, suffix=".gguf") as file:
+            read_bytes = write_model(Path(file.name), config, weights)
+            for kv_cache in args.kv_cache.split(","):
+                for found in bench(Path(file.name), kv_cache, args):
+                    context = found["n_depth"]
+                    samples_ms = [ns * 1e-6 / found["n_gen"] for ns in found["samples_ns"]]
+                    tpot = Percentiles.of(samples_ms)
+                    assert tpot is not None
+                    num_bytes = read_bytes + (context + args.tokens / 2) * kv_bytes(
+                        config, KV_BITS[kv_cache]
+                    )
+                    floor_ms = num_bytes / roof.bytes_per_s * 1e3
+                    record = {
+                        "kind": "peer_latency",
+                        "engine": "llama.cpp",
+                        "version": args.version or found["build_commit"],
+                        "shape": args.shape,
+                        "weights_dtype": weights,
+                        "kv_cache_dtype": kv_cache,
+                        "batch_size": 1,
+                        "context_len": context,
+                        "tpot_ms_p50": tpot.p50,
+                        "tpot_ms_p99": tpot.p99,
+                        "tpot_num_samples": tpot.num_samples,
+                        "bytes_per_step": num_bytes,
+                        "roof_tb_s": roof.tb_s,
+                        "floor_ms": floor_ms,
+                        "roof_fraction": floor_ms / tpot.p50,
+                        "settings": f"llama-bench -fa 1, samples are means of {args.tokens} tokens",
+                        **origin(device),
+                        "command": shlex.join(["python", *(arguments or sys.argv)]),
+                    }
+                    print(f"{args.shape}, {weights}, {kv_cache} cache, context {context}:", end=" ")
+                    print(f"{tpot.p50:.3f} ms a token, p99 {tpot.p99:.3f}", flush=True)
+                    if args.json is not None:
+                        add_records(args.json, [record])
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--llama-bench", type=Path, required=True, help="the built program")
+    names = [name for name, shape in SHAPES.items() if shape.architecture in ARCHITECTURES]
+    parser.add_argument("--shape", required=True, choices=names)
+    parser.add_argument("--weights", default="q4_0", help="q4_0, q8_0 or f16, by commas")
+    parser.add_argument("--kv-cache", default="f16,q4_0", help=f"by commas: {', '.join(KV_BITS)}")
+    parser.add_argument("--context-len", default="1024", help="tokens in the cache, by commas")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of a repetition")
+    parser.add_argument("--repetitions", type=int, default=16)
+    parser.add_argument("--folder", type=Path, default=Path(), help="where the GGUF file may lie")
+    parser.add_argument("--version", help="instead of the commit that llama-bench reports")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--json", type=Path, help="list of records to add to")
+    return parser.parse_args(arguments)
+
+
+def bench(model: Path, kv_cache: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What llama-bench reports, an entry for each context."""
+    command = [str(args.llama_bench), "-m", str(model), "-p", "0", "-n", str(args.tokens)]
+    command += ["-d", args.context_len, "-r", str(args.repetitions), "-fa", "1", "-o", "json"]
+    command += ["-ctk", kv_cache, "-ctv", kv_cache, "-ngl", "999"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{shlex.join(command)}: {done.stderr[-2000:]}")
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def kv_bytes(config: ModelConfig, bits: float) -> float:
+    """Bytes of the keys and values of one token."""
+    return config.num_layers * config.num_kv_heads * config.head_dim * 2 * bits / 8
+
+
+def tensors(config: ModelConfig, weights: str) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Name, shape (rows first) and type of each tensor of the file."""
+    d_model, num_experts = config.d_model, config.num_experts
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield "token_embd.weight", (config.vocab_size, d_model), weights
+    yield "output_norm.weight", (d_model,), "f32"
+    yield "output.weight", (config.vocab_size, d_model), weights
+    for i in range(config.num_layers):
+        yield f"blk.{i}.attn_norm.weight", (d_model,), "f32"
+        yield f"blk.{i}.attn_q.weight", (query, d_model), weights
+        yield f"blk.{i}.attn_k.weight", (kv, d_model), weights
+        yield f"blk.{i}.attn_v.weight", (kv, d_model), weights
+        yield f"blk.{i}.attn_output.weight", (d_model, query), weights
+        if config.has_qk_norm:
+            yield f"blk.{i}.attn_q_norm.weight", (config.head_dim,), "f32"
+            yield f"blk.{i}.attn_k_norm.weight", (config.head_dim,), "f32"
+        yield f"blk.{i}.ffn_norm.weight", (d_model,), "f32"
+        yield f"blk.{i}.ffn_gate_inp.weight", (num_experts, d_model), "f32"
+        yield f"blk.{i}.ffn_gate_exps.weight", (num_experts, config.d_ffn, d_model), weights
+        yield f"blk.{i}.ffn_up_exps.weight", (num_experts, config.d_ffn, d_model), weights
+        yield f"blk.{i}.ffn_down_exps.weight", (num_experts, d_model, config.d_ffn), weights
+
+
+def write_model(path: Path, config: ModelConfig, weights: str) -> float:
+    """A GGUF file with random weights; the bytes of it that a token reads."""
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[config.architecture])
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(max(config.max_model_len, 2**17 + 2**9))
+    writer.add_embedding_length(config.d_model)
+    writer.add_feed_forward_length(config.d_ffn)
+    writer.add_expert_feed_forward_length(config.d_ffn)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.top_k)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("none")
+    kinds = {name: gguf.GGMLQuantizationType[name.upper()] for name in ("f32", weights)}
+    random = {name: random_blocks(kind) for name, kind in kinds.items()}
+    read_bytes = 0.0
+    sizes = []
+    for name, shape, kind_name in tensors(config, weights):
+        kind = kinds[kind_name]
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        num_bytes = int(np.prod(shape)) // block * block_bytes
+        # A shape in elements: only arrays of bytes are converted.
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), num_bytes, kind)
+        sizes.append((kind_name, num_bytes))
+        if name.startswith("token_embd"):
+            read_bytes += num_bytes / shape[0]
+        else:
+            read_bytes += num_bytes * (config.top_k / config.num_experts if "_exps" in name else 1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for i, (kind_name, num_bytes) in enumerate(sizes):
+        source = random[kind_name]
+        writer.write_tensor_data(stretch(source, num_bytes, first=i * 7919 * source.shape[1]))
+    writer.close()
+    return read_bytes
+
+
+def random_blocks(kind: gguf.GGMLQuantizationType) -> np.ndarray[Any, Any]:
+    """RANDOM_BYTES of blocks of a type, uint8 [blocks, bytes of a block]."""
+    rng = np.random.default_rng()
+    _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    count = RANDOM_BYTES // block_bytes
+    if kind == gguf.GGMLQuantizationType.F32:
+        return rng.normal(0, 0.02, count).astype(np.float32).view(np.uint8).reshape(-1, 4)
+    if kind == gguf.GGMLQuantizationType.F16:
+        return rng.normal(0, 0.02, count).astype(np.float16).view(np.uint8).reshape(-1, 2)
+    blocks = rng.integers(0, 256, (count, block_bytes), dtype=np.uint8)
+    # Q4_0 and Q8_0 begin with their scale; codes are about 8 and 127 at most.
+    largest = 8 if kind == gguf.GGMLQuantizationType.Q4_0 else 127
+    scale = (rng.normal(0, 0.04, count) / largest).astype(np.float16)
+    blocks[:, :2] = scale.view(np.uint8).reshape(-1, 2)
+    return blocks
+
+
+def stretch(source: np.ndarray[Any, Any], num_bytes: int, *, first: int) -> np.ndarray[Any, Any]:
+    """`num_bytes` of the flattened blocks, over and over, from byte `first` on."""
+    flat = source.reshape(-1)
+    start = first % flat.size
+    once = np.concatenate([flat[start:], flat[:start]])
+    return np.tile(once, -(-num_bytes // flat.size))[:num_bytes]
+
+
+if __name__ == "__main__":
+    main()
