@@ -2,6 +2,7 @@
 
     python benchmarks/attend_bench.py
     python benchmarks/attend_bench.py --ops cuda --try-plans
+    python benchmarks/attend_bench.py --chain --json attend-chain.json
     python benchmarks/attend_bench.py --shape qwen3-30b-a3b --codec int4 --context 32768 \
         --ops cuda --plan 32,4,8,3 --plan 32,4,16,2
 
@@ -13,6 +14,9 @@ graph is inside. One JSON line a case:
     kv_bytes                  bytes of pages that all layers together must read
     tb_s, roof_share          kv_bytes / time, and its share of the read-only roof of this run
     error                     largest difference between the op and Triton's, on the last layer
+
+`--chain` times what attention adds to a chain of all of a layer's kernels, for several plans:
+`append_attend`, and `kv_append` with `attend`. It prints a table; `attend_chain.py` says more.
 """
 
 from __future__ import annotations
@@ -21,14 +25,20 @@ import argparse
 import functools
 import json
 import math
+import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from attend_chain import CHAIN_CODECS, CHAIN_CONTEXTS, measure_chains, table
+from gemv_setup import FORMATS
 from subten.bench.roof import measure_roof
 from subten.codecs import KVFormat, kv_format
 from subten.codecs.rotation import hadamard
@@ -270,12 +280,39 @@ def parse_plan(text: str) -> DecodePlan:
     )
 
 
+def run_chains(args: argparse.Namespace) -> None:
+    """Measure attention within layers, print the table, write the records."""
+    started = time.perf_counter()
+    records = list(
+        measure_chains(
+            shapes=args.shape,
+            weight_format=args.weights,
+            codecs=args.codec or CHAIN_CODECS,
+            contexts=args.context or CHAIN_CONTEXTS,
+            num_replays=args.num_replays,
+            cold_mb=300.0,
+            fill=fill,
+        )
+    )
+    print(table(records))
+    print(f"{len(records)} records in {time.perf_counter() - started:.0f} s")
+    if args.json is not None:
+        about = {
+            "kind": "attend_chain",
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "date": datetime.now(UTC).date().isoformat(),
+            "command": f"benchmarks/attend_bench.py {' '.join(sys.argv[1:])}",
+        }
+        args.json.write_text(json.dumps({**about, "records": records}, indent=1) + "\n")
+
+
 def main() -> None:
     """Measure the roof, then the cases, each printed as it comes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--codec", nargs="+", choices=STRUCTS, default=list(STRUCTS))
-    parser.add_argument("--context", nargs="+", type=int, default=[n for _, n in WORKLOADS])
+    parser.add_argument("--codec", nargs="+", choices=STRUCTS)
+    parser.add_argument("--context", nargs="+", type=int)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 32])
     parser.add_argument("--ops", nargs="+", choices=("cuda", "triton"), default=["cuda", "triton"])
     parser.add_argument(
@@ -284,7 +321,23 @@ def main() -> None:
     parser.add_argument("--try-plans", action="store_true", help="beside the chosen plans")
     parser.add_argument("--pdl", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--num-replays", type=int, default=9)
+    parser.add_argument("--chain", action="store_true", help="within a layer's chain of kernels")
+    parser.add_argument("--weights", choices=FORMATS, default="fp8", help="with --chain")
+    parser.add_argument("--json", type=Path, help="with --chain: where the records go")
+    parser.add_argument(
+        "--carveout",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="one split of L1 and shared memory for all kernels, or the driver's",
+    )
     args = parser.parse_args()
+    if not args.carveout:
+        runtime.SHARED_CARVEOUT = None
+    if args.chain:
+        run_chains(args)
+        return
+    args.codec = args.codec or list(STRUCTS)
+    args.context = args.context or [n for _, n in WORKLOADS]
     device = torch.device("cuda", 0)
     if "cuda" in args.ops:
         compile_all(args, device)

@@ -2,6 +2,7 @@
 
     gemv_bench.py --chain                              a layer's kernels together
     gemv_bench.py --chain --plans all > plans.jsonl    plans, judged by the time of the layer
+    gemv_bench.py --chain --early                      which launches should start early
     gemv_bench.py --kernel head --plans all > head.jsonl
     gemv_bench.py --table plans.jsonl head.jsonl       the tables of gemv.py and experts.py
 
@@ -26,12 +27,12 @@ from typing import Any
 
 import torch
 
-from gemv_chain import STAGES, Chain, chain_records, search_records
+from gemv_chain import STAGES, Chain, chain_records, early_records, search_records
 from gemv_setup import DEVICE, Sizes, compile_all, graph_us, print_tables, random_weight
 from subten.bench.roof import measure_roof
 from subten.bench.shapes import SHAPES
 from subten.config import ModelConfig
-from subten.kernels.cuda import is_available
+from subten.kernels.cuda import is_available, runtime
 from subten.kernels.cuda.experts import launch_down, launch_up
 from subten.kernels.cuda.gemv import FORMATS, GemvPlan, linear
 from subten.kernels.cuda.route import route
@@ -191,7 +192,9 @@ def sizes_records(sizes: Sizes, args: argparse.Namespace) -> Iterator[Record]:
                 yield from kernel_records(kernel, sizes, args)
         return
     chain = Chain(sizes, cold_mb=args.cold_mb)
-    if args.plans == "all":
+    if args.early:
+        yield from early_records(chain, num_replays=args.replays)
+    elif args.plans == "all":
         yield from search_records(chain, num_best=args.best, num_replays=args.replays)
     else:
         yield from chain_records(chain, num_replays=args.replays)
@@ -226,6 +229,7 @@ def main() -> None:
     parser.add_argument("--format", choices=tuple(FORMATS), nargs="+", default=list(FORMATS))
     parser.add_argument("--kernel", choices=KERNELS, nargs="+", default=list(KERNELS))
     parser.add_argument("--chain", action="store_true", help="a layer's kernels together")
+    parser.add_argument("--early", action="store_true", help="with --chain: each launch late")
     parser.add_argument("--plans", choices=("table", "all"), default="table")
     parser.add_argument("--best", type=int, default=5, help="with --plans all: print so many")
     parser.add_argument("--tokens", type=int, default=1)
@@ -234,7 +238,17 @@ def main() -> None:
     parser.add_argument(
         "--table", type=Path, nargs="+", help="only print the plan tables of these records"
     )
+    parser.add_argument(
+        "--carveout",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="one split of L1 and shared memory for all kernels, or the driver's",
+    )
     args = parser.parse_args()
+    if not args.carveout:
+        runtime.SHARED_CARVEOUT = None
+    if args.early and not args.chain:
+        parser.error("--early needs --chain")
     if args.table is not None:
         lines = [line for path in args.table for line in path.read_text().splitlines()]
         print_tables([json.loads(line) for line in lines])

@@ -1,13 +1,15 @@
-"""The CUDA kernels of a layer but attention, as one chain: each reads what the one before wrote.
+"""The CUDA kernels of a layer as one chain: each reads what the one before wrote.
 
-x -> qkv -> (heads as if attended) -> output -> route -> up -> down -> x of the next layer
+x -> qkv -> heads as if attended -> output -> route -> up -> down -> x of the next layer
+
+`attend_chain.py` puts attention in its place.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ class Layer:
     gate_up: Weight
     down: Weight
     routing: Routing
+    pages_PGB: torch.Tensor | None = None
 
 
 class Chain:
@@ -44,6 +47,7 @@ class Chain:
     def __init__(self, sizes: Sizes, *, cold_mb: float) -> None:
         config, tokens = sizes.config, sizes.num_tokens
         self.sizes, dim = sizes, config.d_model
+        self.attention: Callable[[Layer, torch.Tensor], torch.Tensor] = self._as_if_attended
         self.norm_D = torch.ones(dim, dtype=torch.bfloat16, device=DEVICE)
         self.x_TD = torch.randn(tokens, dim, device=DEVICE)
         self.qkv_TN = torch.randn(tokens, sizes.qkv, device=DEVICE).bfloat16()
@@ -78,11 +82,27 @@ class Chain:
             ),
         )
 
-    def run(self, plans: Plans, *, pdl: bool, without: str | None = None) -> torch.Tensor:
-        """Launch every layer, or all but one stage: what reads its result reads a constant."""
+    def set_pages(self, make_pages: Callable[[], torch.Tensor]) -> None:
+        """Give each layer pages of its own, for an `attention` that reads them."""
+        self.layers = [replace(layer, pages_PGB=make_pages()) for layer in self.layers]
+
+    def _as_if_attended(self, _layer: Layer, qkv_TN: torch.Tensor) -> torch.Tensor:
+        return qkv_TN[:, : self.sizes.heads]
+
+    def run(
+        self, plans: Plans, *, pdl: bool, without: str | None = None, late: Collection[str] = ()
+    ) -> torch.Tensor:
+        """Launch every layer, or all but one stage: what reads its result reads a constant.
+
+        Stages in `late` wait for the launch ahead even with `pdl`.
+        """
         x_TD = self.x_TD
+        late_plans = {
+            name: replace(plans[name], starts_early=False) for name in late if name in plans
+        }
+        plans = {**plans, **late_plans}
         for layer in self.layers:
-            x_TD = self._run_layer(layer, x_TD, plans, pdl, without)
+            x_TD = self._run_layer(layer, x_TD, plans, pdl, without, late)
         return x_TD
 
     def warm(self, plans: Plans) -> None:
@@ -90,7 +110,13 @@ class Chain:
         self._run_layer(self.layers[0], self.x_TD, plans, pdl=True, without=None)
 
     def _run_layer(
-        self, layer: Layer, x_TD: torch.Tensor, plans: Plans, pdl: bool, without: str | None
+        self,
+        layer: Layer,
+        x_TD: torch.Tensor,
+        plans: Plans,
+        pdl: bool,
+        without: str | None,
+        late: Collection[str] = (),
     ) -> torch.Tensor:
         qkv_TN, routing, act_AF = self.qkv_TN, layer.routing, self.act_AF
         if without != "qkv":
@@ -98,7 +124,7 @@ class Chain:
                 x_TD, layer.qkv, norm_weight_K=self.norm_D, eps=1e-6, plan=plans["qkv"], pdl=pdl
             )
         if without != "output":
-            heads_TN = qkv_TN[:, : self.sizes.heads]
+            heads_TN = self.attention(layer, qkv_TN)
             x_TD = linear(heads_TN, layer.output, residual_TN=x_TD, plan=plans["output"], pdl=pdl)
         if without != "route":
             routing = route(
@@ -108,7 +134,7 @@ class Chain:
                 eps=1e-6,
                 top_k=self.sizes.config.top_k,
                 renormalize=True,
-                pdl=pdl,
+                pdl=pdl and "route" not in late,
             )
         if without == "up":
             # `down` reads the ids before it waits, which `route` just before it does not allow.
@@ -122,10 +148,18 @@ class Chain:
         )
 
     def layer_us(
-        self, plans: Plans, *, pdl: bool = True, without: str | None = None, num_replays: int
+        self,
+        plans: Plans,
+        *,
+        pdl: bool = True,
+        without: str | None = None,
+        late: Collection[str] = (),
+        num_replays: int,
     ) -> float:
         """Microseconds of one layer."""
-        total = graph_us(lambda: self.run(plans, pdl=pdl, without=without), num_replays=num_replays)
+        total = graph_us(
+            lambda: self.run(plans, pdl=pdl, without=without, late=late), num_replays=num_replays
+        )
         return total / len(self.layers)
 
 
@@ -142,6 +176,38 @@ def chain_records(chain: Chain, *, num_replays: int) -> Iterator[dict[str, Any]]
             yield {"kernel": f"layer without {stage}", "pdl": pdl, "us": round(us, 3)} | {
                 "saved_us": round(whole_us - us, 3)
             }
+
+
+def early_records(chain: Chain, *, num_replays: int) -> Iterator[dict[str, Any]]:
+    """One layer with all launches early, with none, and with each one late; then with those late
+    that gain, added one by one, best first, for as long as the layer gets faster."""
+    plans = {
+        name: replace(p, starts_early=True) for name, p in chain.sizes.table_plans(PLANNED).items()
+    }
+    chain.warm(plans)
+    torch.cuda.synchronize()
+    times: dict[tuple[str, ...], float] = {}
+
+    def measure(late: tuple[str, ...]) -> dict[str, Any]:
+        times[late] = chain.layer_us(plans, late=late, num_replays=num_replays)
+        return {
+            "kernel": "layer",
+            "pdl": True,
+            "late": list(late),
+            "us": round(times[late], 3),
+            "bytes": chain.num_bytes,
+        }
+
+    for late in ((), STAGES, *((stage,) for stage in STAGES)):
+        yield measure(late)
+    best: tuple[str, ...] = ()
+    for stage in sorted(STAGES, key=lambda stage: times[stage,]):
+        longer = (*best, stage)
+        if longer not in times:
+            yield measure(longer)
+        if times[longer] < times[best]:
+            best = longer
+    yield {"kernel": "layer, best late", "late": list(best), "us": round(times[best], 3)}
 
 
 def search_records(chain: Chain, *, num_best: int, num_replays: int) -> Iterator[dict[str, Any]]:

@@ -110,7 +110,9 @@ class Sizes:
 
     def table_plan(self, name: str) -> GemvPlan:
         """The plan that the op takes."""
-        return plan_down(*self.key(name)) if name == "down" else plan_gemv(*self.key(name))
+        if name == "down":
+            return plan_down(*self.key(name), self.config.d_model)
+        return plan_gemv(*self.key(name))
 
     def table_plans(self, names: Iterable[str]) -> dict[str, GemvPlan]:
         """The plans that the ops take."""

@@ -137,10 +137,10 @@ def test_recording_sees_every_op_and_leaves_the_model_as_it_was(device):
     )
     with torch.inference_mode():
         calls = record_step(model, step, pool.pages_LPGB)
-    counts = {name: sum(call.op == name for call in calls) for name in ("route", "attend")}
-    assert counts == {"route": 3, "attend": 3}
+    counts = {name: sum(call.op == name for call in calls) for name in ("route", "append_attend")}
+    assert counts == {"route": 3, "append_attend": 3}
     labels = {call.label for call in calls}
-    assert {"linear qkv", "linear output", "experts", "kv_append"} <= labels
+    assert {"linear qkv", "linear output", "experts"} <= labels
     chosen = [
         set(call.result.topk_id_TK.flatten().tolist()) for call in calls if call.op == "route"
     ]
@@ -196,7 +196,7 @@ def test_kernels_are_all_there_and_their_bytes_are_right(quantization, device):
     rows = kernels.measure_kernels(model, context_len=100, batch_size=2, roof=ROOF, num_replays=2)
     found = {row["kernel"]: row for row in rows}
     assert len(found) == len(rows)
-    named = ("linear qkv", "kv_append", "attend", "linear output", "route", "experts")
+    named = ("linear qkv", "append_attend", "linear output", "route", "experts")
     assert {*named, "linear head", "sample"} <= found.keys()
     assert all(found[name]["calls_per_step"] == 2 for name in named)
     assert found["linear head"]["calls_per_step"] == found["sample"]["calls_per_step"] == 1
@@ -208,7 +208,7 @@ def test_kernels_are_all_there_and_their_bytes_are_right(quantization, device):
     qkv = packed_bytes(quantization, (4 + 2 * 2) * 32, 128)
     assert qkv < found["linear qkv"]["bytes"] <= qkv + 3 * 2 * 4 * 256
     kv_bytes = 2 * 100 * 2 * 2 * 32 * 2
-    assert kv_bytes < found["attend"]["bytes"] <= kv_bytes + 4096
+    assert kv_bytes < found["append_attend"]["bytes"] <= kv_bytes + 4096
     one = packed_bytes(quantization, 2 * 192, 128) + packed_bytes(quantization, 128, 192)
     touched = found["experts"]["experts_per_layer"]
     assert 2 <= touched <= 4

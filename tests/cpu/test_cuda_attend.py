@@ -41,7 +41,7 @@ SMALL = DecodePlan(num_splits=3, min_slices=1, num_warps=2, num_stages=2)
 
 @functools.cache
 def emulator() -> ctypes.CDLL:
-    """attend.cu compiled for the CPU, every thread of a block a fiber."""
+    """attend.cu and append_attend.cu compiled for the CPU, every thread of a block a fiber."""
     folder = tempfile.mkdtemp(prefix="subten-emulator-")
     library = Path(folder) / "attend.so"
     command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing"]
@@ -66,8 +66,9 @@ def emulated_launch(
     shared_bytes: int = 0,
     pdl: bool = False,
 ) -> None:
-    """`runtime.launch` of attend.cu on the CPU."""
-    assert source == "attend.cu" and device.type == "cpu" and isinstance(pdl, bool), source
+    """`runtime.launch` of attend.cu or append_attend.cu on the CPU."""
+    assert source in ("attend.cu", "append_attend.cu") and isinstance(pdl, bool), source
+    assert device.type == "cpu", device
     values = [runtime.pack_argument(arg) for arg in args]
     pointers = runtime.pointer_array(values)
     failed = emulator().emulate(name.encode(), *grid, block, shared_bytes, pointers)
@@ -298,8 +299,8 @@ def test_slices_and_plans_fit(codec: str, head_dim: int) -> None:
                 fmt, num_sms=132, num_sequences=num_sequences, num_kv_heads=num_kv_heads
             )
             plan.check(8, layout)
-            # 228 KiB an SM; the kernel declares some memory, and the system takes 1 KiB.
-            declared = 1024 * (3.6 if head_dim == 128 else 2.6)
+            # 228 KiB an SM; the kernels declare some memory, and the system takes 1 KiB.
+            declared = 1024 * (4.1 if head_dim == 128 else 2.9)
             is_for_two = 2 * (plan.shared_bytes(layout) + declared + 1024) <= 228 * 1024
             is_first_tier = num_sequences * num_kv_heads <= 66
             assert is_for_two or is_first_tier, plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -116,6 +117,53 @@ def test_arguments_become_the_types_of_the_parameters():
     assert runtime.pack_argument(ctypes.c_int64(2**40)).value == 2**40
     with pytest.raises(AssertionError):
         runtime.pack_argument(2**31)
+
+
+@pytest.mark.parametrize("carveout", [100, 37, None])
+def test_every_kernel_prefers_the_same_split_of_memory(monkeypatch, carveout):
+    """Set when a kernel is loaded; more shared memory than 48 KiB is asked for at a launch."""
+    asked = []
+
+    class Names:
+        """An enumeration whose members are their names."""
+
+        def __getattr__(self, name: str) -> str:
+            return name
+
+    def answer(*values):
+        return lambda *_args: (0, *values)
+
+    def set_attribute(function, name, value):
+        asked.append((function, name, value))
+        return (0,)
+
+    driver = SimpleNamespace(
+        CUresult=SimpleNamespace(CUDA_SUCCESS=0),
+        CUfunction_attribute=Names(),
+        CUlaunchAttributeID=Names(),
+        CUlaunchAttribute=lambda: SimpleNamespace(value=SimpleNamespace()),
+        CUlaunchConfig=SimpleNamespace,
+        cuDevicePrimaryCtxRetain=answer("context"),
+        cuCtxSetCurrent=answer(),
+        cuModuleLoadData=answer("module"),
+        cuModuleGetFunction=answer("function"),
+        cuFuncSetAttribute=set_attribute,
+        cuLaunchKernelEx=answer(),
+    )
+    monkeypatch.setattr(runtime, "SHARED_CARVEOUT", carveout)
+    monkeypatch.setattr(runtime.importlib, "import_module", lambda _name: driver)
+    monkeypatch.setattr(runtime, "on_device", lambda _device: nullcontext())
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=0)
+    )
+    kernel = runtime.Kernel(b"", "name", torch.device("cuda", 0))
+    name = "CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT"
+    assert asked == ([] if carveout is None else [("function", name, carveout)])
+    asked.clear()
+    for num_bytes in (48 * 1024, 60 * 1024, 60 * 1024, 50 * 1024, 61 * 1024):
+        kernel((1,), 32, (), shared_bytes=num_bytes)
+    name = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
+    assert asked == [("function", name, 60 * 1024), ("function", name, 61 * 1024)]
 
 
 def test_architecture_of_a_capability():

@@ -34,7 +34,7 @@ from subten.models.decoder import Decoder
 COLD_BYTES = 2**28
 """What must be read between two reads of one byte: four times the L2 of an H200."""
 
-COLD_OPS = ("linear", HEAD, "route", "experts", "attend")
+COLD_OPS = ("linear", HEAD, "route", "experts", "attend", "append_attend")
 """Ops that read weights or pages."""
 
 STATIC_BYTES = 2**18
@@ -80,7 +80,7 @@ def measure_kernels(
     for done, (label, group) in enumerate(groups.items()):
         progress(done / len(groups))
         num_bytes = sum(_bytes_of(call, model, pool, step) for call in group) / len(group)
-        seconds = _seconds_a_call(group, num_bytes, model.device, num_replays)
+        seconds = _seconds_a_call(group, num_bytes, model, num_replays)
         rows.append(
             {
                 "kernel": label,
@@ -155,7 +155,7 @@ def _bytes_of(call: Call, model: Decoder, pool: PagePool, step: StepTensors) -> 
     Of pages what attention reads or the new tokens fill, of stacked experts the chosen ones, of
     the tables of angles and rotation nothing.
     """
-    tables = {t.data_ptr() for t in (model.cos_sin_PD, model.rotation_DD) if t is not None}
+    tables = _tables(model)
     row_bytes = pool.num_kv_heads * pool.fmt.page_bytes / PAGE_SIZE
     share = 1.0
     if call.op == "experts":
@@ -168,9 +168,14 @@ def _bytes_of(call: Call, model: Decoder, pool: PagePool, step: StepTensors) -> 
             is_expert = tensor.dim() == 3 and tensor.shape[0] == model.config.num_experts
             size = tensor.numel() * tensor.element_size()
             total += size * share if is_expert else size
-    if call.op == "attend":
+    if call.op in ("attend", "append_attend"):
         return total + int(step.kv_len_S.sum()) * row_bytes
     return total + (len(step.token_id_T) * row_bytes if has_pages else 0.0)
+
+
+def _tables(model: Decoder) -> set[int]:
+    """Where the tables of angles and rotation lie, which all layers read a row of, or nothing."""
+    return {t.data_ptr() for t in (model.cos_sin_PD, model.rotation_DD) if t is not None}
 
 
 def _share_of_experts(call: Call, num_experts: int) -> float:
@@ -183,15 +188,17 @@ def _is_within(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
 
 
 def _seconds_a_call(
-    calls: Sequence[Call], num_bytes: float, device: torch.device, num_replays: int
+    calls: Sequence[Call], num_bytes: float, model: Decoder, num_replays: int
 ) -> float:
     """Median over replays of the time of one call."""
+    device = model.device
     if device.type != "cuda":
         return median(_loop_s(calls) for _ in range(num_replays)) / len(calls)
     turns = list(calls)
     if calls[0].op in COLD_OPS:
         num_copies = min(math.ceil(COLD_BYTES / (num_bytes * len(calls))), 32) - 1
-        turns += [_with_own_memory(call) for _ in range(num_copies) for call in calls]
+        shared = _tables(model)
+        turns += [_with_own_memory(call, shared) for _ in range(num_copies) for call in calls]
     turns *= math.ceil(MIN_CALLS / len(turns))
     for call in turns:
         call.again()  # kernels compile and workspaces come to be before the capture
@@ -223,18 +230,18 @@ def _replays_s(graph: torch.cuda.CUDAGraph, num_replays: int) -> list[float]:
     return [float(start.elapsed_time(end)) / 1e3 for start, end in pairs]
 
 
-def _with_own_memory(call: Call) -> Call:
+def _with_own_memory(call: Call, shared: set[int]) -> Call:
     """The same call on copies of its weights and pages."""
     return replace(
         call,
-        args=tuple(_own(arg) for arg in call.args),
-        kwargs={name: _own(arg) for name, arg in call.kwargs.items()},
+        args=tuple(_own(arg, shared) for arg in call.args),
+        kwargs={name: _own(arg, shared) for name, arg in call.kwargs.items()},
     )
 
 
-def _own(value: Any) -> Any:
+def _own(value: Any, shared: set[int]) -> Any:
     if isinstance(value, Weight):
         return copy.deepcopy(value)
-    if isinstance(value, torch.Tensor) and value.numel() * value.element_size() >= STATIC_BYTES:
-        return value.clone()
+    if isinstance(value, torch.Tensor) and value.data_ptr() not in shared:
+        return value.clone() if value.numel() * value.element_size() >= STATIC_BYTES else value
     return value

@@ -79,22 +79,19 @@ class Attention(nn.Module):
         qkv_THD = qkv_TN.view(num_tokens, -1, self.head_dim)
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q_THD, k_TGD, v_TGD = qkv_THD.split(heads, dim=1)
-        q_THD = self.ops.kv_append(
+        out_THD = self.ops.append_attend(
+            q_THD,
             k_TGD,
             v_TGD,
             pages_PGB,
             self.fmt,
             cos_sin_PD,
-            step.position_T,
-            step.slot_T,
+            step,
+            scale=self.scale,
             rotation_DD=rotation_DD,
-            norm_weight_D=self.k_norm_D,
-            eps=self.norm_eps,
-            q_THD=q_THD,
             q_norm_weight_D=self.q_norm_D,
-        )
-        out_THD = self.ops.attend(
-            q_THD, pages_PGB, self.fmt, step, scale=self.scale, rotation_DD=rotation_DD
+            k_norm_weight_D=self.k_norm_D,
+            eps=self.norm_eps,
         )
         out_TN = out_THD.reshape(num_tokens, -1)
         return self.output(out_TN, residual_TN=x_TD)  # type: ignore[no-any-return]

@@ -2,7 +2,8 @@
 // cuda_emulation/device.cuh.
 //
 // A bulk copy poisons its target when it starts and brings the bytes when a barrier is waited for,
-// so that reading too early and writing too early both show. Barriers count phases and bytes.
+// so that reading too early and writing too early both show; one that starts before the wait for
+// earlier kernels brings what was there then. Barriers count phases and bytes.
 #ifndef SUBTEN_ATTEND_DEVICE_CUH
 #define SUBTEN_ATTEND_DEVICE_CUH
 
@@ -20,6 +21,7 @@ struct Copy {
     u8* to;
     const u8* from;
     int num_bytes;
+    std::vector<u8> early;
 };
 
 struct Arrivals {
@@ -67,7 +69,11 @@ inline void copy_bulk(void* to, const void* from, int num_bytes, u64* barrier) {
                                  (const u8*)from + num_bytes <= l.from,
                              "a row is copied before the wait that says it is written");
     }
-    emulation::arrivals.at(barrier).copies.push_back({(u8*)to, (const u8*)from, num_bytes});
+    std::vector<u8> early;
+    if (!emulation::has_waited[emulation::current])
+        early.assign((const u8*)from, (const u8*)from + num_bytes);
+    emulation::arrivals.at(barrier).copies.push_back(
+        {(u8*)to, (const u8*)from, num_bytes, std::move(early)});
     std::memset(to, 0xff, num_bytes);
 }
 
@@ -83,7 +89,7 @@ inline void wait_phase(u64* barrier, int parity) {
     if (a.phase % 2 != parity) return;  // another lane has brought the bytes
     emulation::check(a.expected > 0, "a phase that was never begun is waited for");
     for (const emulation::Copy& copy : a.copies) {
-        std::memcpy(copy.to, copy.from, copy.num_bytes);
+        std::memcpy(copy.to, copy.early.empty() ? copy.from : copy.early.data(), copy.num_bytes);
         a.expected -= copy.num_bytes;
     }
     emulation::check(a.expected == 0, "the bytes of a phase are not those expected");
@@ -131,8 +137,15 @@ inline int shuffle_from(int v, int from) {
 
 inline int count_arrival(int* counter) { return (*counter)++; }
 
+inline i64 load_from_l2(const i64* at) { return *at; }
+
 template <int N>
-void load_from_l2(float (&v)[N], const float* at) {
+void publish(float* to, const float (&v)[N]) {
+    for (int i = 0; i < N; ++i) to[i] = v[i];
+}
+
+template <int N>
+void poll(float (&v)[N], const float* at) {
     for (int i = 0; i < N; ++i) v[i] = at[i];
 }
 

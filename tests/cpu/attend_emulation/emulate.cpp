@@ -1,8 +1,10 @@
-// Runs the kernels of attend.cu on the CPU by name, with CUDA's own argument array.
+// Runs the kernels of attend.cu and append_attend.cu on the CPU by name, with CUDA's own array of
+// arguments.
 // First: their guards keep the real ones out.
 #include "device.cuh"
 #include "attend_device.cuh"
 
+#include "append_attend.cu"
 #include "attend.cu"
 
 #include <string>
@@ -27,7 +29,32 @@ Launch unpack(void (*kernel)(Args...)) {
      unpack(attend_kernel<CODEC, DIM, TILES>)}
 #define ALL(CODEC) ONE(CODEC, 64, 1), ONE(CODEC, 64, 2), ONE(CODEC, 128, 1), ONE(CODEC, 128, 2)
 
-const std::map<std::string, Launch> kernels = {ALL(KvBf16), ALL(KvFp8), ALL(KvInt8), ALL(KvInt4)};
+#define APPEND(CODEC, ENCODER, DIM, POLLS)                                \
+    {"append_attend_kernel<" #CODEC ", " #ENCODER ", " #DIM ", " #POLLS ">", \
+     unpack(append_attend_kernel<CODEC, ENCODER, DIM, POLLS>)}
+#define APPENDS(CODEC, ENCODER) \
+    APPEND(CODEC, ENCODER, 64, false), APPEND(CODEC, ENCODER, 128, false)
+
+const std::map<std::string, Launch> kernels = {
+    ALL(KvBf16),
+    ALL(KvFp8),
+    ALL(KvInt8),
+    ALL(KvInt4),
+    APPENDS(KvBf16, Bf16Encoder),
+    APPENDS(KvFp8, Fp8Encoder),
+    APPENDS(KvInt8, IntEncoder<8>),
+    APPENDS(KvInt4, IntEncoder<4>),
+    APPEND(KvInt4, IntEncoder<4>, 64, true),
+    APPEND(KvInt4, IntEncoder<4>, 128, true),
+    APPEND(KvBf16, Bf16Encoder, 128, true),
+};
+
+// Inputs that the kernel ahead writes: they are NaN until a block waits.
+struct Input {
+    u8* at;
+    std::vector<u8> bytes;
+};
+std::vector<Input> inputs;
 
 }  // namespace
 
@@ -36,8 +63,25 @@ extern "C" int emulate(const char* name, int x, int y, int z, int block, int sha
                        void** args) {
     const auto found = kernels.find(name);
     if (found == kernels.end()) return 1;
-    emulation::run_grid({x, y, z}, block, shared_bytes, [&] { found->second(args); });
+    emulation::at_wait = [] {
+        for (const Input& input : inputs)
+            std::memcpy(input.at, input.bytes.data(), input.bytes.size());
+    };
+    emulation::run_grid({x, y, z}, block, shared_bytes, [&] {
+        if (threadIdx.x == 0)  // the first to run
+            for (const Input& input : inputs) std::memset(input.at, 0xff, input.bytes.size());
+        found->second(args);
+    });
+    emulation::at_wait();  // where the last block did not wait
+    emulation::at_wait = nullptr;
     return 0;
+}
+
+// From now on these `count` arrays, as they are, come from the kernel ahead of each launch.
+extern "C" void set_inputs(u8* const* at, const int* num_bytes, int count) {
+    inputs.clear();
+    for (int i = 0; i < count; ++i)
+        inputs.push_back({at[i], std::vector<u8>(at[i], at[i] + num_bytes[i])});
 }
 
 // From now on the bytes of `count` rows are written by the kernel ahead of each launch.

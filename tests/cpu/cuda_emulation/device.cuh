@@ -63,6 +63,8 @@ inline int current, num_live;
 inline std::function<void()> body;
 // A thread that never waited for earlier kernels is a bug that a GPU shows rarely.
 inline std::vector<bool> has_waited;
+// What happens when all threads of a block have come to the wait, if anything.
+inline std::function<void()> at_wait;
 
 inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
 
@@ -144,6 +146,10 @@ T as(const void* from) {
 inline void __syncthreads() { emulation::meet(emulation::block_barrier, emulation::num_live); }
 inline void sync_warp() { emulation::meet_warp(); }
 inline void wait_for_previous_kernels() {
+    if (emulation::at_wait) {
+        emulation::meet(emulation::block_barrier, emulation::num_live);
+        emulation::at_wait();
+    }
     emulation::has_waited[emulation::current] = true;
 }
 inline void launch_dependents() {}

@@ -38,7 +38,13 @@ MAX_ROWS = 65535
 """Pairs of a sequence and a query head that have a counter; more go to Triton."""
 
 MAX_SHARED_BYTES = 210 * 1024
-"""Dynamic shared memory of a block on sm_90: 227 KiB, less what the kernel declares (7.1 KiB)."""
+"""Dynamic shared memory of a block on sm_90: 227 KiB, less what the kernels declare (7.1 KiB)."""
+
+MAX_POLLED = 2**20
+"""Numbers that splits which poll may leave for their merge; where there are more, they count."""
+
+UNSET_BITS = -1
+"""Of a number that is not there yet: `UNSET` of attend_block.cuh."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,13 +61,17 @@ class DecodePlan:
 
     A sequence of n slices is cut into ceil(n / max(min_slices, ceil(n / num_splits))) splits, each
     a block of `num_warps` warps per KV head; a warp has `num_stages` stages, each K or V of one
-    slice, 4 KiB or a little more. Everything but `num_stages` decides the order of sums.
+    slice, 4 KiB or a little more. All but `num_stages` and `polls` decide the order of sums.
+
+    With `polls` the last split of `append_attend` merges, and waits for the numbers of the others,
+    instead of whichever arrives last at a counter; only where all blocks are on an SM at once.
     """
 
     num_splits: int
     min_slices: int
     num_warps: int = 8
     num_stages: int = 4
+    polls: bool = False
 
     def check(self, group: int, slice_bytes: SliceBytes) -> None:
         """Assert what the kernel relies on."""
@@ -92,6 +102,10 @@ def plan_decode(
     kernels ahead: with three, whole steps at 1k were slower than at 32k (bf16 pages, mixtral-8x7b:
     7.79 against 7.66 ms). int4 has so much to compute for a byte that 8 warps, two a scheduler, do
     not keep up with DRAM (benchmarks/plans/h200-attend-plans.json).
+
+    A single split, which merges nothing, is not the fastest even at 1k: a merge of four costs what
+    their parallel work saves. qwen3-30b-a3b int4 took 7.43 us a layer against 7.31, fp8 9.48
+    against 7.21 (same file).
     """
     pairs = num_sequences * num_kv_heads
     if pairs > num_sms // 2:
@@ -152,32 +166,15 @@ def attend(
     num_kv_heads = triton_attend.check_attend(q_THD, pages_PGB, fmt, step)
     check_rotation(rotation_DD, fmt)
     rotation_stages(rotation_DD)
-    num_tokens, num_heads, head_dim = q_THD.shape
-    num_tiles, group = len(step.tile_seq_Q), num_heads // num_kv_heads
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    if num_tiles == 0 or num_tokens == 0:
+    if len(step.tile_seq_Q) == 0 or len(q_THD) == 0:
         return out_THD
-    if plan is None:
-        plan = plan_decode(
-            fmt,
-            num_sms=_num_sms(q_THD.device),
-            num_sequences=num_tiles,
-            num_kv_heads=num_kv_heads,
-        )
-    layout = slice_bytes(fmt)
-    plan.check(group, layout)
-    max_slices = -(-step.max_kv_len // layout.keys)
-    grid_splits = max(1, min(plan.num_splits, -(-max_slices // plan.min_slices)))
-    part, part_stats = None, None
-    if grid_splits > 1:
-        num_parts = num_tiles * num_heads * plan.num_splits
-        part = torch.empty(num_parts, head_dim, dtype=torch.float32, device=q_THD.device)
-        part_stats = torch.empty(num_parts, 2, dtype=torch.float32, device=q_THD.device)
+    launch = decode_launch(q_THD, num_kv_heads, fmt, step, scale=scale, plan=plan)
     runtime.launch(
         "attend.cu",
-        kernel_name(fmt, head_dim, group),
-        (num_kv_heads, num_tiles, grid_splits),
-        32 * plan.num_warps,
+        kernel_name(fmt, fmt.head_dim, launch.group),
+        launch.grid,
+        launch.num_threads,
         (
             q_THD,
             *(ctypes.c_int64(stride) for stride in q_THD.stride()),
@@ -191,20 +188,80 @@ def attend(
             step.tile_seq_Q,
             step.tile_start_Q,
             out_THD,
+            *launch.last_arguments,
+        ),
+        device=q_THD.device,
+        shared_bytes=launch.shared_bytes,
+        pdl=pdl,
+    )
+    return out_THD
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeLaunch:
+    """Grid, memory and last arguments of a launch; `attend` and `append_attend` have the same."""
+
+    grid: tuple[int, int, int]
+    num_threads: int
+    shared_bytes: int
+    group: int
+    polls: bool
+    last_arguments: tuple[runtime.Argument, ...]
+
+
+def decode_launch(
+    q_THD: torch.Tensor,
+    num_kv_heads: int,
+    fmt: KVFormat,
+    step: StepTensors,
+    *,
+    scale: float,
+    plan: DecodePlan | None,
+    may_poll: bool = False,
+) -> DecodeLaunch:
+    """Choose a plan if none is given, and allocate what the splits leave for their merge."""
+    device, num_heads, num_tiles = q_THD.device, q_THD.shape[1], len(step.tile_seq_Q)
+    group, layout = num_heads // num_kv_heads, slice_bytes(fmt)
+    if plan is None:
+        plan = plan_decode(
+            fmt, num_sms=_num_sms(device), num_sequences=num_tiles, num_kv_heads=num_kv_heads
+        )
+    plan.check(group, layout)
+    max_slices = -(-step.max_kv_len // layout.keys)
+    grid_splits = max(1, min(plan.num_splits, -(-max_slices // plan.min_slices)))
+    part, part_stats = None, None
+    num_parts = num_tiles * num_heads * plan.num_splits
+    num_blocks = num_kv_heads * num_tiles * grid_splits
+    polls = (
+        may_poll
+        and plan.polls
+        and grid_splits > 1
+        and num_parts * (fmt.head_dim + 2) <= MAX_POLLED
+        and (device.type != "cuda" or num_blocks <= _num_sms(device))
+    )
+    if polls:
+        parts = _unset_parts(device)
+        part, part_stats = parts, parts[num_parts * fmt.head_dim :]
+    elif grid_splits > 1:
+        part = torch.empty(num_parts, fmt.head_dim, dtype=torch.float32, device=device)
+        part_stats = torch.empty(num_parts, 2, dtype=torch.float32, device=device)
+    return DecodeLaunch(
+        grid=(num_kv_heads, num_tiles, grid_splits),
+        num_threads=32 * plan.num_warps,
+        shared_bytes=plan.shared_bytes(layout),
+        group=group,
+        polls=polls,
+        last_arguments=(
             part,
             part_stats,
-            _counters(q_THD.device),
+            _counters(device),
             scale * math.log2(math.e),
             group,
             plan.num_splits,
             plan.min_slices,
             plan.num_stages,
         ),
-        device=q_THD.device,
-        shared_bytes=plan.shared_bytes(layout),
-        pdl=pdl,
     )
-    return out_THD
 
 
 def suits(q_THD: torch.Tensor, pages_PGB: torch.Tensor, fmt: KVFormat, step: StepTensors) -> bool:
@@ -242,3 +299,12 @@ def _counters(device: torch.device) -> torch.Tensor:
     is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     assert not is_capturing, "the first attend on a device must run outside of graph capture"
     return torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _unset_parts(device: torch.device) -> torch.Tensor:
+    """What splits that poll leave for their merge; unset between launches."""
+    is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    assert not is_capturing, "the first attend on a device must run outside of graph capture"
+    bits = torch.full((MAX_POLLED,), UNSET_BITS, dtype=torch.int32, device=device)
+    return bits.view(torch.float32)

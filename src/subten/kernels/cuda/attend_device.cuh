@@ -133,16 +133,35 @@ INLINE int count_arrival(int* counter) {
     return before;
 }
 
-// What other blocks of this launch have written; 8 or 16 bytes.
-INLINE void load_from_l2(float (&v)[2], const float* at) {
-    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];"
+// Past L1, as those of device.cuh.
+INLINE i64 load_from_l2(const i64* at) {
+    i64 v;
+    asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
+    return v;
+}
+
+// Two or four numbers, each its own flag as in device.cuh.
+INLINE void publish(float* to, const float (&v)[2]) {
+    asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(v[0]), "f"(v[1])
+                 : "memory");
+}
+
+INLINE void publish(float* to, const float (&v)[4]) {
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(v[0]),
+                 "f"(v[1]), "f"(v[2]), "f"(v[3])
+                 : "memory");
+}
+
+// What other blocks of this launch write, or have written.
+INLINE void poll(float (&v)[2], const float* at) {
+    asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];"
                  : "=f"(v[0]), "=f"(v[1])
                  : "l"(at)
                  : "memory");
 }
 
-INLINE void load_from_l2(float (&v)[4], const float* at) {
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+INLINE void poll(float (&v)[4], const float* at) {
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
                  : "l"(at)
                  : "memory");

@@ -20,6 +20,9 @@ MAX_TOKENS = 8
 
 TILE_ROWS = 16
 
+BLOCK_BYTES = 64
+"""Of a block of a row's codes, in every format."""
+
 NUM_SMS = 132
 """Of an H100 or H200; plans aim at it. Any other number works."""
 
@@ -57,13 +60,15 @@ class GemvPlan:
     A block has `warps_k` warps along K for each of `warps_n` lanes of tiles, each lane doing
     `tiles` tiles of 16 rows in turn; a warp keeps `depth` KiB of weights in flight. `warps_k`
     decides the order of sums, so it must not depend on the number of tokens: a token's bits are
-    the same alone and among others.
+    the same alone and among others. With `starts_early` the launch may begin, and fetch weights,
+    while the one ahead still runs (programmatic dependent launch).
     """
 
     warps_k: int
     warps_n: int = 1
     tiles: int = 1
     depth: int = 4
+    starts_early: bool = True
 
     @property
     def num_threads(self) -> int:
@@ -113,6 +118,20 @@ experts, within a chain of a layer's kernels, cold L2, on an H200:
 """
 
 
+MAX_EARLY_BYTES = 2**40
+"""Weights of a launch that may start early: more bytes wait for the launch ahead.
+
+No bound is set yet. A large matrix that starts early takes SMs and bandwidth from what is ahead of
+it: a layer of mixtral-8x7b in FP8 took 120 us with every launch early and 115 with none (H200,
+2026-11-30); smaller ones gain. `benchmarks/gemv_bench.py --chain --early` tells which launches.
+"""
+
+
+def starts_early(num_rows: int, dim: int, weight_format: str) -> bool:
+    """Whether a launch over `num_rows` rows of `dim` inputs may start early."""
+    return num_rows * (dim // FORMATS[weight_format].block * BLOCK_BYTES) <= MAX_EARLY_BYTES
+
+
 def plan_gemv(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
     """Plan of a matrix of `num_tiles` tiles of 16 rows: as measured, or else by a rule.
 
@@ -121,9 +140,12 @@ def plan_gemv(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
     prepared less often, and short enough blocks for an even end.
     """
     measured = MEASURED.get((num_tiles, dim, weight_format))
+    is_early = starts_early(num_tiles * TILE_ROWS, dim, weight_format)
     if measured is not None:
         warps_k, warps_n, tiles, depth = measured
-        return GemvPlan(warps_k=warps_k, warps_n=warps_n, tiles=tiles, depth=depth)
+        return GemvPlan(
+            warps_k=warps_k, warps_n=warps_n, tiles=tiles, depth=depth, starts_early=is_early
+        )
     device_format = FORMATS[weight_format]
     num_blocks = dim // device_format.block
     is_large = num_tiles >= 16 * NUM_SMS
@@ -140,6 +162,7 @@ def plan_gemv(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
         warps_n=warps_n,
         tiles=tiles,
         depth=choose_depth(device_format, tiles * num_blocks // warps_k, warps_sm),
+        starts_early=is_early,
     )
 
 
@@ -213,9 +236,10 @@ def linear(
     """`subten.kernels.linear.linear` in one CUDA launch, for 1 to 8 tokens.
 
     Other numbers of tokens, and dtypes or shapes that the kernel does not take, go to Triton.
-    `plan` and `pdl` (programmatic dependent launch) are for measuring. With `pdl` the kernel reads
-    weights, norm and bias before earlier kernels of the stream have ended: they must be in place
-    since before the previous launch. Quantised weights take |h| below 2^63.
+    `plan` and `pdl` (programmatic dependent launch, if the plan starts early) are for measuring.
+    With `pdl` the kernel reads weights, norm and bias before earlier kernels of the stream have
+    ended: they must be in place since before the previous launch. Quantised weights take |h| below
+    2^63.
     """
     if not _suits_linear(x_TK, weight, bias_N, norm_weight_K, residual_TN, out_dtype):
         return triton_linear.linear(
@@ -267,7 +291,7 @@ def linear(
         ),
         device=x_TK.device,
         shared_bytes=_linear_shared(weight.format, num_tokens, dim, plan),
-        pdl=pdl,
+        pdl=pdl and plan.starts_early,
     )
     return out_TN
 

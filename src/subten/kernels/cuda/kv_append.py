@@ -22,7 +22,7 @@ ENCODERS: Mapping[str, str] = {
     "int8": "IntEncoder<8>",
     "int4": "IntEncoder<4>",
 }
-"""Codec to its struct in `kv_append.cu`; other codecs go to Triton."""
+"""Codec to its struct in `kv_encoders.cuh`; other codecs go to Triton."""
 
 HEAD_DIMS = (64, 128, 256)
 
@@ -69,7 +69,7 @@ def kv_append(
             q_THD=q_THD,
             q_norm_weight_D=q_norm_weight_D,
         )
-    triton_append._check_append(k_TGD, v_TGD, pages_PGB, fmt, cos_sin_PD, position_T, slot_T, q_THD)
+    triton_append.check_append(k_TGD, v_TGD, pages_PGB, fmt, cos_sin_PD, position_T, slot_T, q_THD)
     check_rotation(rotation_DD, fmt)
     rotation_stages(rotation_DD)
     k_planes = (fmt.k_codes, fmt.k_scale, fmt.k_zero)

@@ -29,6 +29,15 @@ logger = logging.getLogger(__name__)
 OPTIONS = ("--std=c++17",)
 """Options of every compilation beside the architecture; the cache is keyed by them too."""
 
+SHARED_CARVEOUT: int | None = 100
+"""Percent of an SM's memory that every kernel prefers as shared memory; None: the driver's choice.
+
+An SM changes the split between L1 and shared memory only while it is idle. Left to the driver,
+which looks at each kernel alone, a kernel that starts early may find another split, and wait until
+the SM's blocks of the kernel ahead have ended. With one split for all, none waits for that. Read
+when a kernel is loaded: benchmarks set it before their first launch.
+"""
+
 Argument = torch.Tensor | int | float | ctypes.c_int64 | None
 """A kernel's argument: pointer (None is null), 32-bit integer, 32-bit float, 64-bit integer."""
 
@@ -101,6 +110,8 @@ class Kernel:
         got = self._driver.cuModuleGetFunction(self._module, symbol.encode())
         self._function = self._value(got, f"cuModuleGetFunction of {symbol}")
         self._shared_limit = 48 * 1024
+        if SHARED_CARVEOUT is not None:
+            self._set_attribute("PREFERRED_SHARED_MEMORY_CARVEOUT", SHARED_CARVEOUT)
         attribute = self._driver.CUlaunchAttribute()
         ids = self._driver.CUlaunchAttributeID
         attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -122,7 +133,8 @@ class Kernel:
         in the stream has ended; its code must then wait before it touches what others write.
         """
         if shared_bytes > self._shared_limit:
-            self._raise_shared_limit(shared_bytes)
+            self._set_attribute("MAX_DYNAMIC_SHARED_SIZE_BYTES", shared_bytes)
+            self._shared_limit = shared_bytes
         config = self._driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
@@ -139,12 +151,10 @@ class Kernel:
             )
         self._value(got, f"cuLaunchKernelEx, {grid} blocks of {block}, {shared_bytes} bytes")
 
-    def _raise_shared_limit(self, shared_bytes: int) -> None:
-        attributes = self._driver.CUfunction_attribute
-        name = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        got = self._driver.cuFuncSetAttribute(self._function, name, shared_bytes)
-        self._value(got, f"cuFuncSetAttribute of {shared_bytes} bytes of shared memory")
-        self._shared_limit = shared_bytes
+    def _set_attribute(self, name: str, value: int) -> None:
+        attribute = getattr(self._driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
+        got = self._driver.cuFuncSetAttribute(self._function, attribute, value)
+        self._value(got, f"cuFuncSetAttribute, {name} = {value}")
 
     def _value(self, result: tuple[Any, ...], what: str) -> Any:
         error, *values = result

@@ -1,0 +1,312 @@
+// Decode attention of one block: its slices of one sequence and KV head, and the merge of splits.
+//
+// Letters, lanes and layouts as in attend.cu.
+#ifndef SUBTEN_ATTEND_BLOCK_CUH
+#define SUBTEN_ATTEND_BLOCK_CUH
+
+#include "attend_merge.cuh"
+#include "attend_slice.cuh"
+#include "head_row.cuh"
+
+#define MAX_WARPS 16
+
+// Hadamard rotation of a row of sums, one bit of the channel after the other: the fast transform.
+// Each bit of the channel that v[i] holds must be one of `lane` or of i, whichever.
+template <int VALUES>
+INLINE void rotate(float (&v)[VALUES], int lane) {
+#pragma unroll
+    for (int mask = 1; mask < WARP; mask *= 2) {
+        const float sign = lane & mask ? -1.0f : 1.0f;
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) v[i] = sign * v[i] + shuffle_xor(v[i], mask);
+    }
+#pragma unroll
+    for (int bit = 1; bit < VALUES; bit *= 2) {
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) {
+            if (i & bit) continue;
+            const float low = v[i], high = v[i | bit];
+            v[i] = low + high;
+            v[i | bit] = low - high;
+        }
+    }
+    const float norm = VALUES == 4 ? 0.08838834764831845f : 0.125f;  // D ** -0.5
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) v[i] *= norm;
+}
+
+INLINE void store_bf16(u16* to, const float (&v)[2]) {
+    *reinterpret_cast<u32*>(to) = pack_bf16(v[0], v[1]);
+}
+INLINE void store_bf16(u16* to, const float (&v)[4]) {
+    *reinterpret_cast<u64*>(to) = pack_bf16(v[0], v[1]) | (u64)pack_bf16(v[2], v[3]) << 32;
+}
+
+// What a call gives beside its rows.
+struct AttendCall {
+    const u8* pages;
+    i64 page_stride, head_stride;
+    const int* page_table;
+    i64 page_table_stride;
+    const i64* position;
+    const int *kv_len, *tile_seq, *tile_start;
+    u16* out;
+    float *part, *part_stats;
+    int* arrived;
+    float scale_log2;
+    int group, num_splits, min_slices, num_stages;
+};
+
+// The work of one block. `Rows` gives the token's rows, which the kernel ahead writes: queries
+// 0 to group - 1 of the block's KV head and, where it APPENDS, a key and a value:
+//
+//   prepare      what of it needs no wait; true where key and value are to be appended
+//   begin, take  the warp's first row, after the wait; a row, and which one is next
+//                (lane's values as in head_row.cuh)
+//   turn_query   from the row as it was to a query whose values are bf16
+//   append       encodes the key or the value, into its page and into shared memory
+template <class Codec, int DIM, int TILES_H, bool POLLS, class Rows>
+INLINE void attend_block(const AttendCall& call, Rows& rows) {
+    using P = Part<Codec, DIM>;
+    using Sums = WarpSums<Codec, DIM, TILES_H>;
+    constexpr int HEADS = Sums::HEADS, VALUES = Sums::VALUES, KEYS = P::KEYS, N = DIM / 2 / WARP;
+    static_assert(HEADS * Sums::SUMS_ROW * 4 <= 2 * P::STAGE, "two stages hold a warp's sums");
+    DYNAMIC_SHARED(dynamic_shared);
+    __shared__ uint4 q_shared[HEADS * DIM / 8];  // rotated, where `q_place` says
+    __shared__ float q_sum[HEADS];
+    __shared__ float stats[MAX_WARPS][HEADS][3];  // max, sum, zero of each warp
+    // Codes, scale and zero of the key and the value that the block appends.
+    __shared__ uint4 appended[Rows::APPENDS ? 2 : 1][P::ROW / 16 + 1];
+    launch_dependents();
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, num_warps = blockDim.x / WARP;
+    const int group = call.group, num_stages = call.num_stages;
+    u8* ring = dynamic_shared + warp * num_stages * P::STAGE;
+    if (lane == 0) {
+#pragma unroll 1
+        for (int i = 0; i < num_stages; ++i) init_barrier(P::barrier_of(ring + i * P::STAGE));
+        publish_barriers();
+    }
+    sync_warp();
+
+    // The integers of the step, and all rows of pages but the newest of each sequence, are older
+    // than the step's first kernel: they need no wait. Blocks of split 0 wait, whatever they do.
+    const int kv_head = blockIdx.x, tile = blockIdx.y, split = blockIdx.z;
+    const int seq = load_from_l2(call.tile_seq + tile);
+    const int token = load_from_l2(call.tile_start + tile);
+    int num_keys = 0, num_seen = 0;
+    if (seq >= 0) {
+        // The low word of an int64 that fits it.
+        num_seen = load_from_l2(reinterpret_cast<const int*>(call.position + token)) + 1;
+        const int length = load_from_l2(call.kv_len + seq);
+        num_keys = length < num_seen ? length : num_seen;
+    }
+    const int num_slices = (num_keys + KEYS - 1) / KEYS;
+    int slices_each = (num_slices + call.num_splits - 1) / call.num_splits;
+    slices_each = slices_each < call.min_slices ? call.min_slices : slices_each;
+    const int first = split * slices_each, rest = num_slices - first;
+    if (split > 0 && rest <= 0) {
+        leave_without_waiting();
+        return;
+    }
+    if (seq < 0) {
+        wait_for_previous_kernels();
+        return;
+    }
+    const int end = first + (rest < slices_each ? rest : slices_each);
+
+    // The producer goes through K and V of the warp's slices first + warp, first + warp +
+    // num_warps, ... Lane l holds the page of the l-th of the 32 slices that it is at.
+    const u8* head_pages = call.pages + kv_head * call.head_stride;
+    const int* table = call.page_table + seq * call.page_table_stride;
+    constexpr int SLICES = PAGE_KEYS / KEYS;
+    auto load_pages = [&](int slice) {
+        slice += lane * num_warps;
+        return slice < end ? load_from_l2(table + slice / SLICES) : 0;
+    };
+    int put_slice = first + warp, put_part = 0, page_ids = load_pages(put_slice);
+    auto put = [&](u8* stage) {
+        if (put_slice < end) {
+            const i64 page = shuffle_from(page_ids, put_part / 2);
+            const int is_value = put_part % 2;
+            if (lane == 0)
+                P::fetch(stage, head_pages + page * call.page_stride + is_value * P::PAGE_BYTES,
+                         put_slice % SLICES * KEYS, is_value);
+            ++put_part;
+            if (is_value) {
+                put_slice += num_warps;
+                if (put_part == 2 * WARP) {
+                    put_part = 0;
+                    page_ids = load_pages(put_slice);
+                }
+            }
+        }
+    };
+    // The slice with the newest row, its row filled in once its copy is there, if this block
+    // appends it. Before that the copy may bring anything in the row's place.
+    const int newest = num_slices - 1;
+    bool appends = false;
+    int patched = -1;
+    int num_put = 0;
+    if constexpr (Rows::APPENDS) {
+#pragma unroll 1
+        for (; num_put < num_stages; ++num_put) put(ring + num_put * P::STAGE);
+        appends = rows.prepare(token, kv_head, group, num_seen - 1, lane) && end == num_slices;
+        if (appends && num_keys == num_seen) patched = newest;
+    } else {
+#pragma unroll 1
+        for (; num_put < num_stages && put_slice < newest; ++num_put)
+            put(ring + num_put * P::STAGE);
+        if (num_put < num_stages && put_slice == newest && lane == 0) {
+            // L2 is where the newest row will be written, so the rest of the slice may wait there.
+            const i64 page = load_from_l2(table + newest / SLICES);
+#pragma unroll
+            for (int is_value = 0; is_value < 2; ++is_value)
+                P::prefetch(head_pages + page * call.page_stride + is_value * P::PAGE_BYTES,
+                            newest % SLICES * KEYS);
+        }
+        rows.prepare(token, kv_head, group, num_seen - 1, lane);
+    }
+    u16* q_places = reinterpret_cast<u16*>(q_shared);
+    auto place_query = [&](const float (&x)[2][N], int head) {
+        float sum = 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                const int channel = half * (DIM / 2) + lane * N + j;
+                const float rounded = low_bf16(pack_bf16(x[half][j], 0.0f));
+                const float factor = Codec::key_factor(channel, DIM);
+                q_places[Sums::q_place(head, channel)] = (u16)pack_bf16(rounded * factor, 0.0f);
+                sum += rounded;
+            }
+        sum = sum_over_lanes<WARP>(sum);
+        if (lane == 0) q_sum[head] = sum;
+    };
+#pragma unroll 1
+    for (int head = group + warp; head < HEADS; head += num_warps) {
+        const float none[2][N] = {};
+        place_query(none, head);
+    }
+    wait_for_previous_kernels();
+    if constexpr (!Rows::APPENDS) {
+#pragma unroll 1
+        for (; num_put < num_stages; ++num_put) put(ring + num_put * P::STAGE);
+    }
+
+    // A warp a row.
+    const int num_rows = group + (appends ? 2 : 0);
+    if (warp < num_rows) rows.begin(warp);
+#pragma unroll 1
+    for (int row = warp; row < num_rows; row += num_warps) {
+        float x[2][N];
+        rows.take(x, row, row + num_warps < num_rows ? row + num_warps : row);
+        if (row < group) {
+            rows.turn_query(x);
+            if (Codec::IS_ROTATED) rotate_row(x, lane);
+            place_query(x, row);
+        } else if constexpr (Rows::APPENDS) {
+            rows.append(x, row > group, reinterpret_cast<u8*>(appended[row - group]), lane);
+        }
+    }
+    __syncthreads();
+
+    // The copy has ended and all lanes have seen it, so that ordinary stores follow it. No copy
+    // follows them, for the slice is the warp's last.
+    auto patch = [&](u8* stage, int row, bool is_value) {
+        const u8* from = reinterpret_cast<const u8*>(appended[is_value]);
+        u8* to = stage + row * P::ROW + (is_value ? row / P::QUARTER * P::PAD : 0);
+#pragma unroll
+        for (int at = 4 * lane; at < P::ROW; at += 4 * WARP)
+            *reinterpret_cast<u32*>(to + at) = *reinterpret_cast<const u32*>(from + at);
+        if (lane == 0) {
+            const u32 halves = *reinterpret_cast<const u32*>(from + P::ROW);
+            if (Codec::HAS_SCALE)
+                *reinterpret_cast<u16*>(stage + P::SCALE + 2 * row) = (u16)halves;
+            if (Codec::HAS_ZERO)
+                *reinterpret_cast<u16*>(stage + P::ZERO + 2 * row) = (u16)(halves >> 16);
+        }
+        sync_warp();
+    };
+
+    Sums own(lane, q_places, q_sum);
+    u8 *stage = ring, *ring_end = ring + num_stages * P::STAGE;
+    int parity = 0;
+    auto give_back = [&] {
+        sync_warp();
+        put(stage);
+        stage += P::STAGE;
+        if (stage == ring_end) {
+            stage = ring;
+            parity ^= 1;
+        }
+    };
+#pragma unroll 1
+    for (int slice = first + warp; slice < end; slice += num_warps) {
+        const int limit = num_keys - slice * KEYS;
+        typename Sums::Scores p;
+        wait_phase(P::barrier_of(stage), parity);
+        if (Rows::APPENDS && slice == patched) patch(stage, limit - 1, false);
+        own.score(p, stage, call.scale_log2);
+        give_back();
+        own.weigh(p, limit);
+        wait_phase(P::barrier_of(stage), parity);
+        if (Rows::APPENDS && slice == patched) patch(stage, limit - 1, true);
+        own.clear_tail(stage, limit);
+        own.add_values(p, stage);
+        give_back();
+    }
+
+    // The warps' sums, each in its own ring, which is idle now. A warp a head from here on.
+    own.finish(reinterpret_cast<float*>(ring), stats[warp]);
+    __syncthreads();
+    const bool is_alone = num_slices <= slices_each;
+    const int num_busy = end - first < num_warps ? end - first : num_warps;
+    const int num_used = (num_slices + slices_each - 1) / slices_each;
+#pragma unroll 1
+    for (int head = warp; head < group; head += num_warps) {
+        // The block's sums over the warps that had a slice, lane l with the weight of warp l.
+        const bool has_warp = lane < num_busy;
+        const float own_max = has_warp ? stats[lane][head][0] : MINUS_INFINITY;
+        const float own_sum = has_warp ? stats[lane][head][1] : 0.0f;
+        const float own_zero = has_warp ? stats[lane][head][2] : 0.0f;
+        const float max = max_over_lanes<1>(own_max);
+        const float own_weight = power_of_two(own_max - shift_of(max));
+        float v[VALUES];
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) v[i] = 0;
+#pragma unroll 4
+        for (int w = 0; w < num_busy; ++w) {
+            const u8* other = dynamic_shared + w * num_stages * P::STAGE;
+            const float* rows = reinterpret_cast<const float*>(other);
+            const float weight = bits_float(shuffle_from(float_bits(own_weight), w));
+            float row[VALUES];
+            load_vector(row, rows + head * Sums::SUMS_ROW + lane * VALUES);
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) v[i] += weight * row[i];
+        }
+        float sum = sum_over_lanes<WARP>(own_weight * own_sum);
+        if (Codec::HAS_ZERO) {
+            const float zero = sum_over_lanes<WARP>(own_weight * own_zero);
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) v[i] += zero;
+        }
+        if (!is_alone) {
+            const i64 row = ((i64)tile * gridDim.x + kv_head) * group + head;
+            const i64 first_part = row * call.num_splits;
+            float* part = call.part + first_part * DIM;
+            float* part_stats = call.part_stats + first_part * 2;
+            if (!merge_splits<POLLS>(v, sum, max, part, part_stats, call.arrived + row, split,
+                                     num_used, lane))
+                continue;
+        }
+        // A row that saw nothing becomes 0; NaN is not 0, so a poisoned sequence stays NaN.
+        const float inverse = 1.0f / (sum == 0.0f ? 1.0f : sum);
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) v[i] *= inverse;
+        if (Codec::IS_ROTATED) rotate(v, lane);
+        u16* to = call.out + (((i64)token * gridDim.x + kv_head) * group + head) * DIM;
+        store_bf16(to + Sums::first_channel(lane), v);
+    }
+}
+
+#endif

@@ -1,0 +1,218 @@
+// KV encoders: from a row of a warp to the bytes of `subten.codecs`, bit for bit.
+//
+// Letters and lanes as in head_row.cuh.
+#ifndef SUBTEN_KV_ENCODERS_CUH
+#define SUBTEN_KV_ENCODERS_CUH
+
+#include "head_row.cuh"
+
+#define INFINITY_BITS 0x7f800000
+#define NAN_HALF 0x7fc0u
+// Codecs with a scale take larger magnitudes as this.
+#define FLOAT_LIMIT 3.3e38f
+
+// The N low bytes of `bytes`.
+template <int N>
+INLINE void store_bytes(u8* at, u32 bytes) {
+    static_assert(N == 1 || N == 2 || N == 4, "N");
+    if constexpr (N == 1) *at = (u8)bytes;
+    if constexpr (N == 2) *reinterpret_cast<u16*>(at) = (u16)bytes;
+    if constexpr (N == 4) *reinterpret_cast<u32*>(at) = bytes;
+}
+
+INLINE float halve(float v) { return multiply(v, 0.5f); }
+INLINE float limit(float v) {
+    return v > FLOAT_LIMIT ? FLOAT_LIMIT : v < -FLOAT_LIMIT ? -FLOAT_LIMIT : v;
+}
+
+// The least BF16 value >= v >= 0, and the largest <= v.
+INLINE float bf16_up(float v) { return bits_float((float_bits(v) + 0xffff) & -0x10000); }
+INLINE float bf16_down(float v) {
+    const int bits = float_bits(v);
+    return bits_float((bits + (bits >> 31 & 0xffff)) & -0x10000);
+}
+INLINE u32 upper_half(float v) { return (u32)float_bits(v) >> 16; }
+
+// Quotients of anything by one divisor d > 0 of at most 8 significant bits, as a division rounds
+// them; but those below 2^-11, where every codec's code is 0, may be off, and -0.0 may be 0.0.
+//
+// x * (1 / d) is off by 2.5 ulp at most; its remainder is exact, and the quotient corrected by that
+// is off by 2.5 * 2^-23 ulp before it is rounded. As d has 8 bits, x / d lies at least 2^-9 ulp
+// from any number halfway between two floats: both round alike. Tiny divisors, and what they
+// divide, are moved up, so that the remainder does not underflow; the largest, 2^125, leaves 1 / d
+// normal. Divisions proper would take turns, each with a branch.
+struct Divisor {
+    float factor, moved, inverse;
+
+    INLINE explicit Divisor(float d) {
+        factor = d < 0x1p-60f ? 0x1p64f : 1.0f;
+        moved = multiply(d, factor);
+        inverse = rough_reciprocal(moved);
+    }
+
+    INLINE float of(float x) const {
+        const float a = multiply(x, factor);
+        const float quotient = multiply(a, inverse);
+        return multiply_add(multiply_add(-moved, quotient, a), inverse, quotient);
+    }
+};
+
+// Integers in the order of the floats, and back; NaN lies beyond the infinity of its sign.
+INLINE int in_order(int bits) { return bits < 0 ? bits ^ 0x7fffffff : bits; }
+
+// What a lane holds of an encoded row: its bytes of each run, and the row's scale and zero, bf16.
+//
+//   8 and 16 bits:  | BYTES of lane 0 | ... | of lane 31 | BYTES of lane 0 | ... | of lane 31 |
+//                     run 0: channels below C              run 1: channels from C on
+//   4 bits:         one run; a byte is a channel below C and, in its high nibble, the one C on
+template <int N, int BITS>
+struct EncodedRow {
+    static constexpr int RUNS = BITS == 4 ? 1 : 2, BYTES = BITS == 4 ? N : N * BITS / 8;
+    static constexpr int WORDS = (BYTES + 3) / 4, ROW = RUNS * BYTES * WARP;
+    u32 codes[RUNS][WORDS], scale, zero;
+
+    INLINE void store_codes(u8* row, int lane) const {
+#pragma unroll
+        for (int run = 0; run < RUNS; ++run)
+#pragma unroll
+            for (int w = 0; w < WORDS; ++w)
+                store_bytes<BYTES / WORDS>(row + (run * WARP + lane) * BYTES + 4 * w,
+                                           codes[run][w]);
+    }
+};
+
+// Each `encode` makes an EncodedRow; all lanes have its scale and zero. A row with a NaN or an
+// infinity decodes to NaN throughout, but for BF16, where each value keeps its own.
+
+// To nearest, ties to even; a finite value stays finite.
+struct Bf16Encoder {
+    static constexpr int BITS = 16;
+    static constexpr bool HAS_SCALE = false, HAS_ZERO = false, IS_ROTATED = false;
+
+    template <int N>
+    static INLINE void encode(EncodedRow<N, BITS>& row, const float (&x)[2][N]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                if (j % 2 == 0) row.codes[half][j / 2] = 0;
+                row.codes[half][j / 2] |= code(x[half][j]) << j % 2 * 16;
+            }
+    }
+
+    static INLINE u32 code(float v) {
+        const u32 bits = (u32)float_bits(v), size = bits & 0x7fffffffu;
+        u32 half = (size + 0x7fffu + (size >> 16 & 1u)) >> 16;
+        if (half > 0x7f7fu) half = size < INFINITY_BITS ? 0x7f7fu : INFINITY_BITS >> 16;
+        if (size > INFINITY_BITS) half = NAN_HALF;
+        return half | (bits >> 16 & 0x8000u);
+    }
+};
+
+struct Fp8Encoder {
+    static constexpr int BITS = 8;
+    static constexpr bool HAS_SCALE = true, HAS_ZERO = false, IS_ROTATED = false;
+
+    template <int N>
+    static INLINE void encode(EncodedRow<N, BITS>& row, const float (&x)[2][N]) {
+        int most = 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                const int size = float_bits(x[half][j]) & 0x7fffffff;
+                most = size > most ? size : most;
+            }
+        most = warp_max(most);
+        const bool is_bad = most >= INFINITY_BITS;
+        const float scale = is_bad ? 0.0f : bf16_up(divide(limit(bits_float(most)), 448.0f));
+        const Divisor divisor(scale > 0 ? scale : 1.0f);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32 bytes = 0;
+#pragma unroll
+            for (int j = 0; j < N; ++j)
+                bytes |= code(x[half][j], divisor) << 8 * j;
+            row.codes[half][0] = is_bad ? 0u : bytes;
+        }
+        row.scale = is_bad ? NAN_HALF : upper_half(scale);
+    }
+
+    // E4M3 of v over the scale: FP32 keeps 20 more mantissa bits, and its exponent bias is larger
+    // by 120. Below 2^-6 the steps are 2^-9, the last bit of 2^14: adding it rounds to a step.
+    static INLINE u32 code(float v, const Divisor& divisor) {
+        const u32 bits = (u32)float_bits(limit(v));
+        const float quotient = divisor.of(bits_float((int)(bits & 0x7fffffffu)));
+        const u32 size = (u32)float_bits(quotient);
+        const u32 normal = ((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - (120u << 3);
+        const u32 small = (u32)float_bits(quotient + 16384.0f) & 0xffu;
+        return (quotient < 0.015625f ? small : normal) | (bits >> 24 & 0x80u);
+    }
+};
+
+// Halves all along, for the range of two finite numbers may exceed the largest one.
+template <int B>
+struct IntEncoder {
+    static constexpr int BITS = B, LEVELS = (1 << B) - 1;
+    static constexpr bool HAS_SCALE = true, HAS_ZERO = true, IS_ROTATED = B == 4;
+
+    template <int N>
+    static INLINE void encode(EncodedRow<N, BITS>& row, const float (&x)[2][N]) {
+        int least = in_order(float_bits(x[0][0])), most = least;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                const int key = in_order(float_bits(x[half][j]));
+                least = key < least ? key : least;
+                most = key > most ? key : most;
+            }
+        least = warp_min(least);
+        most = warp_max(most);
+        const bool is_bad = most >= INFINITY_BITS || least < -INFINITY_BITS;
+        // Adding 0.0 makes -0.0 the 0.0 that it equals.
+        const float high = is_bad ? 0.0f : limit(bits_float(in_order(most))) + 0.0f;
+        const float low = is_bad ? 0.0f : bf16_down(limit(bits_float(in_order(least))) + 0.0f);
+        const float scale = bf16_up(divide(halve(high) - halve(low), LEVELS / 2.0f));
+        const Divisor divisor(halve(scale > 0 ? scale : 1.0f));
+        u32 bytes[2] = {};
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                const float step = divisor.of(halve(limit(x[half][j])) - halve(low));
+                // The last bit of 2^23 is 1: adding it rounds to nearest, ties to even.
+                const u32 code = (u32)float_bits(step + 8388608.0f) & LEVELS;
+                bytes[half] |= (is_bad ? 0u : code) << 8 * j;
+            }
+        if constexpr (BITS == 4) {
+            row.codes[0][0] = bytes[0] | bytes[1] << 4;
+        } else {
+            row.codes[0][0] = bytes[0];
+            row.codes[1][0] = bytes[1];
+        }
+        row.scale = is_bad ? NAN_HALF : upper_half(scale);
+        row.zero = is_bad ? NAN_HALF : upper_half(low);
+    }
+};
+
+// Where a row's bytes go: the codes of K, or of V, of its page, and the planes after them.
+struct Place {
+    u8* codes;
+    int scale_at, zero_at, row;
+
+    template <class Encoder, int N>
+    INLINE void store(const EncodedRow<N, Encoder::BITS>& encoded, int lane) const {
+        encoded.store_codes(codes + row * encoded.ROW, lane);
+        if (lane > 0) return;
+        if (Encoder::HAS_SCALE) store_half(scale_at, encoded.scale);
+        if (Encoder::HAS_ZERO) store_half(zero_at, encoded.zero);
+    }
+
+private:
+    INLINE void store_half(int plane_at, u32 half) const {
+        *reinterpret_cast<u16*>(codes + plane_at + 2 * row) = (u16)half;
+    }
+};
+
+#endif
