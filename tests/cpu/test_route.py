@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from conftest import assert_close
 from subten.kernels import route as route_module
 from subten.kernels.route import FEW_TOKENS, Routing, route, route_torch
+from subten.kernels.route_many import choose_many, order_by_expert
 
 OPS = [route_torch, pytest.param(route, marks=pytest.mark.triton)]
 # Overflow and NaN are what some of these inputs are for.
@@ -80,6 +82,10 @@ def check_order(routing: Routing, num_experts: int) -> None:
         (MANY, 3, 1, 48),
         (MANY, 60, 4, 33),
         (2 * MANY, 7, 6, 100),
+        # Slices of the features, a last one that is not whole; two tiles of tokens; of experts.
+        (MANY, 9, 3, 300),
+        (65, 5, 2, 64),
+        (MANY, 130, 4, 40),
     ],
 )
 @pytest.mark.usefixtures("poisoned")
@@ -104,6 +110,44 @@ def test_route_is_the_formula(
     routing = op(x, weight, gate, with_order=True, **kwargs)
     check_against_fp64(routing, x, weight, gate=gate, **kwargs)
     check_order(routing, num_experts)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k"), [(1, 1, 1), (700, 7, 6), (4097, 2, 1), (37, 33, 32)]
+)
+@pytest.mark.usefixtures("poisoned")
+def test_order_of_any_length(
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    generator: torch.Generator,
+    device: torch.device,
+) -> None:
+    """One block of assignments, several, and one past; most experts have none of a half."""
+    score = torch.rand(num_tokens, num_experts, generator=generator)
+    score[: num_tokens // 2, num_experts // 2 :] -= 1.0
+    id_TK = score.topk(top_k).indices.int().to(device)
+    routing = Routing(
+        h_TD=torch.zeros(0),
+        topk_id_TK=id_TK,
+        topk_weight_TK=torch.zeros(0),
+        expert_start_E1=torch.empty(num_experts + 1, dtype=torch.int32, device=device),
+        order_A=torch.empty(id_TK.numel(), dtype=torch.int32, device=device),
+    )
+    assert routing.expert_start_E1 is not None
+    assert routing.order_A is not None
+    order_by_expert(id_TK, routing.expert_start_E1, routing.order_A)
+    check_order(routing, num_experts)
+
+
+def test_tiles_cover_features_and_fill_the_gpu() -> None:
+    for num_tokens, num_experts, dim in itertools.product(
+        (17, 512, 8192), (1, 8, 128, 513), (1, 127, 2048, 4096)
+    ):
+        launch = choose_many(num_tokens, num_experts, dim)
+        assert launch.slice * (launch.num_slices - 1) < dim <= launch.slice * launch.num_slices
+    assert choose_many(512, 128, 2048).num_slices == 16
 
 
 # Every expert count and every top-k that broke others, each at least once: a kernel is compiled
@@ -262,7 +306,8 @@ def test_no_tokens(
 ) -> None:
     # Nothing may launch: an empty grid is an error on a GPU.
     monkeypatch.setattr(route_module, "_route_few_kernel", None)
-    monkeypatch.setattr(route_module, "_route_many_kernel", None)
+    monkeypatch.setattr(route_module, "route_many", None)
+    monkeypatch.setattr(route_module, "order_by_expert", None)
     x, gate = torch.ones(0, 64, device=device), torch.ones(3, 64, device=device)
     routing = op(x, gate[0], gate, eps=1e-5, top_k=2, renormalize=True, with_order=True)
     assert routing.h_TD.shape == (0, 64)

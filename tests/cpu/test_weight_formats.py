@@ -204,13 +204,42 @@ def _read_kernel(
         tl.store(out_ptr + at, codes * scale[:, None])
 
 
+LOADERS = ["load_codes", pytest.param("load_codes_ptx", marks=pytest.mark.gpu)]
+"""The interpreter has no PTX; what its instructions do, test_cuda_grouped.py runs in C++."""
+
+
 @pytest.mark.triton
+@pytest.mark.parametrize("loader", LOADERS)
 @pytest.mark.parametrize("quantization", QUANTIZED)
 @pytest.mark.parametrize(("num_in", "block_k"), [(64, 64), (192, 32), (320, 64), (384, 128)])
 def test_kernels_read_what_the_twin_reads(
-    quantization: str, num_in: int, block_k: int, randn: Callable[..., torch.Tensor]
+    quantization: str, num_in: int, block_k: int, loader: str, randn: Callable[..., torch.Tensor]
 ) -> None:
     weight = Weight.of(randn(5, num_in), quantization)
+    check_read(weight, block_k, loader)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("quantization", QUANTIZED)
+def test_kernels_read_every_code(
+    quantization: str, loader: str, generator: torch.Generator, device: torch.device
+) -> None:
+    """All bytes but NaN, in each place of a word."""
+    num_in = 256 if quantization == "fp8" else 512
+    weight = Weight((5, num_in), quantization, device=device, dtype=torch.bfloat16)
+    assert weight.scale is not None
+    byte = torch.arange(256, dtype=torch.uint8)
+    if quantization == "fp8":
+        byte = torch.where((byte & 0x7F) == 0x7F, 0, byte)
+    byte = byte[torch.randperm(256, generator=generator)]
+    weight.codes.copy_(torch.stack([byte.roll(i) for i in range(5)]))
+    weight.scale.fill_(1.0)
+    check_read(weight, 64, loader)
+
+
+def check_read(weight: Weight, block_k: int, loader: str) -> None:
+    num_in, quantization = weight.in_features, weight.format
     out = torch.full((8, 512), torch.nan, device=weight.codes.device)
     _read_kernel[(1,)](
         weight.storage,
@@ -220,7 +249,7 @@ def test_kernels_read_what_the_twin_reads(
         K=num_in,
         WIDTH=weight.storage.shape[-1],
         GROUP=weight.group,
-        LOAD_CODES=WEIGHT_FORMATS[quantization].load_codes,
+        LOAD_CODES=getattr(WEIGHT_FORMATS[quantization], loader),
         BLOCK_R=8,
         BLOCK_K=block_k,
     )

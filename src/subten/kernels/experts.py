@@ -163,7 +163,7 @@ def _gather(
     top_k = num_assignments // num_tokens
     launch = _choose_gather(gate_up, down, top_k)
     up_codes, down_codes = gate_up.storage, down.storage
-    load_codes = WEIGHT_FORMATS[gate_up.format].load_codes
+    load_codes = WEIGHT_FORMATS[gate_up.format].loader(residual_TD.device)
     _gather_up_kernel[(num_assignments, triton.cdiv(hidden, launch.block_f))](
         routing.h_TD,
         routing.topk_id_TK,

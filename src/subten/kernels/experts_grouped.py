@@ -40,7 +40,7 @@ def grouped(
         "DIM": dim,
         "HIDDEN": hidden,
         "NUM_EXPERTS": num_experts,
-        "LOAD_CODES": WEIGHT_FORMATS[gate_up.format].load_codes,
+        "LOAD_CODES": WEIGHT_FORMATS[gate_up.format].loader(residual_TD.device),
         # The interpreter, the only one to run these on a CPU, multiplies the bits of bfloat16.
         "WIDEN": residual_TD.device.type == "cpu",
         "EXPERTS_PAD": triton.next_power_of_2(num_experts),
@@ -108,7 +108,8 @@ def _choose_group(
     two accumulators of gate and up leave registers for (64). Of 17 choices on an H200 this was the
     fastest at 512 tokens of qwen3-30b-a3b for BF16 and FP8 (339 and 397 us against 358 and 521 with
     tiles for the mean), and 7 % from the fastest for INT4
-    (benchmarks/plans/h200-grouped-tiles.json). FP32 runs without tensor cores and needs room for
+    (benchmarks/plans/h200-grouped-tiles.json); codes took twice as many instructions then, so
+    that packed formats want another search. FP32 runs without tensor cores and needs room for
     its unpacked operands.
     """
     is_narrow = dtype == torch.float32

@@ -65,10 +65,13 @@ def linear(
     for first in range(0, num_out, step):
         rows = slice(first, min(first + step, num_out))
         y_TR = _product(h_TK, _unpacked(weight, rows), out_dtype)
-        if bias_N is not None:
-            y_TR = y_TR + bias_N[rows]
-        if residual_TN is not None:
-            y_TR = y_TR + residual_TN[:, rows]
+        for part in (bias_N, residual_TN):
+            if part is not None:
+                # In place where that is no other rounding: each copy costs what the norm does.
+                add = y_TR.add_ if y_TR.dtype == out_dtype else y_TR.add
+                y_TR = add(part[..., rows])
+        if step >= num_out and y_TR.dtype == out_dtype:
+            return y_TR
         out_TN[:, rows] = y_TR
     return out_TN
 
@@ -163,7 +166,7 @@ def _one_launch(
         N=num_out,
         K=num_in,
         GROUP=weight.group,
-        LOAD_CODES=WEIGHT_FORMATS[weight.format].load_codes,
+        LOAD_CODES=WEIGHT_FORMATS[weight.format].loader(x_TK.device),
         HAS_NORM=norm_weight_K is not None,
         HAS_BIAS=bias_N is not None,
         HAS_RESIDUAL=residual_TN is not None,
@@ -192,7 +195,8 @@ def _unpacked(weight: Weight, rows: slice) -> torch.Tensor:
     codes_RB, scale_RG = weight.storage[rows], weight.scale[rows]
     num_rows, num_in = codes_RB.shape[0], weight.in_features
     w_RK = torch.empty(num_rows, num_in, dtype=weight.dtype, device=codes_RB.device)
-    block_k = 64
+    # 16 bytes a thread; a tile of int4 lies within a group.
+    block_k = 128 if weight.format == "fp8" else weight.group
     _unpack_kernel[(triton.cdiv(num_rows, 16), triton.cdiv(num_in, block_k))](
         codes_RB,
         scale_RG,
@@ -201,7 +205,7 @@ def _unpacked(weight: Weight, rows: slice) -> torch.Tensor:
         *codes_RB.stride(),
         K=num_in,
         GROUP=weight.group,
-        LOAD_CODES=WEIGHT_FORMATS[weight.format].load_codes,
+        LOAD_CODES=WEIGHT_FORMATS[weight.format].loader(codes_RB.device),
         BLOCK_R=16,
         BLOCK_K=block_k,
         num_warps=4,

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from subten.kernels.route_many import order_by_expert, route_many
+from subten.kernels.route_pick import pick_experts
 from subten.kernels.triton_shim import tl, triton, triton_jit
 
 
@@ -45,7 +47,9 @@ def route(
     scaling_factor: float = 1.0,
     with_order: bool = False,
 ) -> Routing:
-    """RMSNorm, router product, softmax over all experts and top-k, in one launch.
+    """RMSNorm, router product, softmax over all experts and top-k.
+
+    One launch for up to FEW_TOKENS tokens, two for more, and one for the order.
 
     x [T, D], norm_weight [D] and gate [E, D] each in bfloat16 or float32, any strides; h comes
     out in norm_weight's dtype; 1 <= top_k <= E <= 1024. Scores come from the FP32 norm, before it
@@ -74,41 +78,22 @@ def route(
         if routing.expert_start_E1 is not None:
             routing.expert_start_E1.zero_()
         return routing
-    launch = _choose_launch(num_tokens, num_experts, dim)
-    tensors = (
-        x_TD,
-        norm_weight_D,
-        gate_ED,
-        routing.h_TD,
-        routing.topk_id_TK,
-        routing.topk_weight_TK,
-        routing.expert_start_E1,
-        routing.order_A,
-        _counters(x_TD.device),
-    )
-    numbers = (num_tokens, eps, scaling_factor)
-    strides = (*x_TD.stride(), norm_weight_D.stride(0), *gate_ED.stride())
-    constants = {
-        "DIM": dim,
-        "NUM_EXPERTS": num_experts,
-        "TOP_K": top_k,
-        "RENORMALIZE": renormalize,
-        "WITH_ORDER": with_order,
-        "EXPERTS_PAD": launch.experts_pad,
-        "K_PAD": triton.next_power_of_2(top_k),
-        "BLOCK_D": launch.block_d,
-        "BLOCK_A": launch.block_a,
-        "num_warps": launch.num_warps,
-    }
     if num_tokens <= FEW_TOKENS:
-        score_TE = new(num_tokens, num_experts, dtype=torch.float32)
-        _route_few_kernel[launch.grid](
-            score_TE, *tensors, *numbers, *strides, BLOCK_E=launch.block_e, **constants
-        )
+        _route_few(x_TD, norm_weight_D, gate_ED, routing, eps, renormalize, scaling_factor)
     else:
-        _route_many_kernel[launch.grid](
-            *tensors, *numbers, *strides, BLOCK_T=launch.block_t, **constants
+        route_many(
+            x_TD,
+            norm_weight_D,
+            gate_ED,
+            routing.h_TD,
+            routing.topk_id_TK,
+            routing.topk_weight_TK,
+            eps=eps,
+            renormalize=renormalize,
+            scaling_factor=scaling_factor,
         )
+    if routing.expert_start_E1 is not None and routing.order_A is not None:
+        order_by_expert(routing.topk_id_TK, routing.expert_start_E1, routing.order_A)
     return routing
 
 
@@ -147,17 +132,6 @@ def route_torch(
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Launch:
-    grid: tuple[int, int]
-    block_t: int
-    block_d: int
-    block_e: int
-    experts_pad: int
-    block_a: int
-    num_warps: int
-
-
 FEW_TOKENS = 16
 """Up to here a token's experts are split over programs, so that many SMs read the gate."""
 
@@ -165,122 +139,51 @@ TARGET_PROGRAMS = 132
 """Programs to aim at with few tokens: one for each SM of an H100 or H200."""
 
 
-def _choose_launch(num_tokens: int, num_experts: int, dim: int) -> _Launch:
-    """Tiles of one call; every number here is a first guess, to be measured."""
-    experts_pad = max(16, triton.next_power_of_2(num_experts))
-    # The ordering program holds [block_a, experts_pad] counters: 32 a thread at 4 warps.
-    block_a = max(16, 4096 // experts_pad)
-    if num_tokens > FEW_TOKENS:
-        # Its passes over the assignments are most of a long prompt's time: few and wide, 64
-        # counters a thread at 8 warps, which ptxas still holds in registers (Triton 3.6).
-        block_a = max(16, min(256, 16384 // experts_pad))
-        return _Launch(
-            grid=(triton.cdiv(num_tokens, 16), 1),
-            block_t=16,
-            # A tile of the gate is 32 KiB, so that two stages fit any recent GPU's shared memory.
-            block_d=max(16, min(64, 8192 // experts_pad)),
-            block_e=experts_pad,
-            experts_pad=experts_pad,
-            block_a=block_a,
-            num_warps=8,
-        )
+def _route_few(
+    x_TD: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    gate_ED: torch.Tensor,
+    routing: Routing,
+    eps: float,
+    renormalize: bool,
+    scaling_factor: float,
+) -> None:
+    (num_tokens, dim), num_experts = x_TD.shape, gate_ED.shape[0]
+    top_k = routing.topk_id_TK.shape[1]
     block_d = triton.next_power_of_2(dim)
     # 4096 gate values at once: 32 a thread, four loads of 16 bytes in bfloat16.
     block_e = max(1, min(4096 // block_d, triton.next_power_of_2(num_experts)))
     num_splits = max(1, min(triton.cdiv(num_experts, block_e), TARGET_PROGRAMS // num_tokens))
-    return _Launch(
-        grid=(num_tokens, num_splits),
-        block_t=1,
-        block_d=block_d,
-        block_e=block_e,
-        experts_pad=experts_pad,
-        block_a=block_a,
+    _route_few_kernel[(num_tokens, num_splits)](
+        torch.empty(num_tokens, num_experts, dtype=torch.float32, device=x_TD.device),
+        x_TD,
+        norm_weight_D,
+        gate_ED,
+        routing.h_TD,
+        routing.topk_id_TK,
+        routing.topk_weight_TK,
+        _counters(x_TD.device),
+        eps,
+        scaling_factor,
+        *x_TD.stride(),
+        norm_weight_D.stride(0),
+        *gate_ED.stride(),
+        DIM=dim,
+        NUM_EXPERTS=num_experts,
+        TOP_K=top_k,
+        RENORMALIZE=renormalize,
+        EXPERTS_PAD=max(16, triton.next_power_of_2(num_experts)),
+        K_PAD=triton.next_power_of_2(top_k),
+        BLOCK_D=block_d,
+        BLOCK_E=block_e,
         num_warps=8 if block_d > 4096 else 4,
     )
 
 
 @functools.cache
 def _counters(device: torch.device) -> torch.Tensor:
-    """Arrivals: [0] of finished tokens or tiles, [1 + t] of the programs of token t."""
-    return torch.zeros(1 + FEW_TOKENS, dtype=torch.int32, device=device)
-
-
-@triton_jit
-def _select(
-    score_TE: tl.tensor,
-    scaling_factor: tl.tensor,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERTS_PAD: tl.constexpr,
-    TOP_K: tl.constexpr,
-    K_PAD: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-) -> tl.tensor:
-    """The k best experts of each row and their weights, by k passes of find and mask.
-
-    Keys are the floats' bits made to sort as integers (the bits of negative ones flipped), so
-    that -inf and NaN stay above `TAKEN` and a pass can never find an expert twice.
-    """
-    # Key of an expert that is chosen already or does not exist: below the key of every float.
-    TAKEN: tl.constexpr = -0x80000000
-    e_1E = tl.arange(0, EXPERTS_PAD)[None, :]
-    k_1K = tl.arange(0, K_PAD)[None, :]
-    is_expert = e_1E < NUM_EXPERTS
-    score_TE = tl.where(is_expert, score_TE, float("-inf"))
-    clean_TE = tl.where(score_TE == score_TE, score_TE, float("-inf"))
-    clean_TE = tl.where(clean_TE == 0.0, 0.0, clean_TE)  # -0.0 and 0.0 tie
-    bits_TE = clean_TE.to(tl.int32, bitcast=True)
-    key_TE = tl.where(bits_TE < 0, bits_TE ^ 0x7FFFFFFF, bits_TE)
-    key_TE = tl.where(is_expert, key_TE, TAKEN)
-    portion_TE = tl.exp(score_TE - tl.max(clean_TE, axis=1)[:, None])
-    portion_TE = portion_TE / tl.sum(portion_TE, axis=1)[:, None]
-    id_TK = tl.zeros([score_TE.shape[0], K_PAD], tl.int32)
-    weight_TK = tl.zeros([score_TE.shape[0], K_PAD], tl.float32)
-    for k in range(TOP_K):
-        best_T1 = tl.argmax(key_TE, axis=1, tie_break_left=True)[:, None]
-        is_best_TE = e_1E == best_T1
-        weight_T1 = tl.sum(tl.where(is_best_TE, portion_TE, 0.0), axis=1)[:, None]
-        id_TK = tl.where(k_1K == k, best_T1, id_TK)
-        weight_TK = tl.where(k_1K == k, weight_T1, weight_TK)
-        key_TE = tl.where(is_best_TE, TAKEN, key_TE)
-    if RENORMALIZE:
-        weight_TK = weight_TK / tl.sum(weight_TK, axis=1)[:, None]
-    return id_TK, weight_TK * scaling_factor
-
-
-@triton_jit
-def _write_order(
-    topk_id_ptr: tl.tensor,
-    start_ptr: tl.tensor,
-    order_ptr: tl.tensor,
-    num_assignments: tl.tensor,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERTS_PAD: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-) -> None:
-    """Stable counting sort of the assignments by expert, by one program.
-
-    Loads go past L1 (.cg): the ids were written by other SMs during this launch.
-    """
-    e_1E = tl.arange(0, EXPERTS_PAD)[None, :]
-    count_E = tl.zeros([EXPERTS_PAD], tl.int32)
-    for first in range(0, num_assignments, BLOCK_A):
-        a = first + tl.arange(0, BLOCK_A)
-        inside = a < num_assignments
-        id_A = tl.load(topk_id_ptr + a, mask=inside, other=EXPERTS_PAD, cache_modifier=".cg")
-        count_E += tl.sum((id_A[:, None] == e_1E).to(tl.int32), axis=0)
-    next_E = tl.cumsum(count_E, axis=0) - count_E
-    e = tl.arange(0, EXPERTS_PAD)
-    tl.store(start_ptr + e, next_E, mask=e < NUM_EXPERTS)
-    tl.store(start_ptr + NUM_EXPERTS, num_assignments)
-    for first in range(0, num_assignments, BLOCK_A):
-        a = first + tl.arange(0, BLOCK_A)
-        inside = a < num_assignments
-        id_A = tl.load(topk_id_ptr + a, mask=inside, other=EXPERTS_PAD, cache_modifier=".cg")
-        is_own_AE = (id_A[:, None] == e_1E).to(tl.int32)
-        rank_AE = tl.cumsum(is_own_AE, axis=0) - 1
-        position_A = tl.sum(is_own_AE * (rank_AE + next_E[None, :]), axis=1)
-        tl.store(order_ptr + position_A, a, mask=inside)
-        next_E += tl.sum(is_own_AE, axis=0)
+    """Arrivals of the programs of each token."""
+    return torch.zeros(FEW_TOKENS, dtype=torch.int32, device=device)
 
 
 # Few tokens. Program (t, s) norms token t (again for each s: a row is small) and computes the
@@ -291,7 +194,7 @@ def _write_order(
 #   gate [E, D]:  | e0 ......... D | e1 ......... D | ...   split s owns experts s, s + S, ...
 #                 (in blocks of BLOCK_E rows)
 #
-# The program that arrives last for its token selects; the one that arrives last of all orders.
+# The program that arrives last for its token selects.
 # Bytes: E * D * gate itemsize per token (from L2 after the first), 2 * T * D * itemsize.
 # Why split: one SM reads roughly 0.1 TB/s, and the gate of the Qwen3 shape has 0.5 MB.
 @triton_jit
@@ -303,10 +206,7 @@ def _route_few_kernel(
     h_ptr: tl.tensor,
     topk_id_ptr: tl.tensor,
     topk_weight_ptr: tl.tensor,
-    start_ptr: tl.tensor,
-    order_ptr: tl.tensor,
     counter_ptr: tl.tensor,
-    num_tokens: tl.tensor,
     eps: tl.tensor,
     scaling_factor: tl.tensor,
     stride_xt: tl.tensor,
@@ -318,11 +218,9 @@ def _route_few_kernel(
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    WITH_ORDER: tl.constexpr,
     EXPERTS_PAD: tl.constexpr,
     K_PAD: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_A: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ) -> None:
     t = tl.program_id(0)
@@ -345,8 +243,8 @@ def _route_few_kernel(
         tl.store(score_ptr + t_64 * NUM_EXPERTS + e, score_E, mask=e < NUM_EXPERTS)
     # Every thread's scores lie before the one release that thread 0 does in the atomic.
     tl.debug_barrier()
-    if tl.atomic_add(counter_ptr + 1 + t, 1) == tl.num_programs(1) - 1:
-        tl.store(counter_ptr + 1 + t, 0)
+    if tl.atomic_add(counter_ptr + t, 1) == tl.num_programs(1) - 1:
+        tl.store(counter_ptr + t, 0)
         e = tl.arange(0, EXPERTS_PAD)
         score_E = tl.load(
             score_ptr + t_64 * NUM_EXPERTS + e,
@@ -354,109 +252,9 @@ def _route_few_kernel(
             other=0.0,
             cache_modifier=".cg",
         )
-        id_TK, weight_TK = _select(
+        id_TK, weight_TK = pick_experts(
             score_E[None, :], scaling_factor, NUM_EXPERTS, EXPERTS_PAD, TOP_K, K_PAD, RENORMALIZE
         )
         k_1K = tl.arange(0, K_PAD)[None, :]
         tl.store(topk_id_ptr + t_64 * TOP_K + k_1K, id_TK, mask=k_1K < TOP_K)
         tl.store(topk_weight_ptr + t_64 * TOP_K + k_1K, weight_TK, mask=k_1K < TOP_K)
-        if WITH_ORDER:
-            tl.debug_barrier()
-            if tl.atomic_add(counter_ptr, 1) == num_tokens - 1:
-                tl.store(counter_ptr, 0)
-                _write_order(
-                    topk_id_ptr,
-                    start_ptr,
-                    order_ptr,
-                    num_tokens * TOP_K,
-                    NUM_EXPERTS,
-                    EXPERTS_PAD,
-                    BLOCK_A,
-                )
-
-
-# Many tokens: the same mathematics for tiles of BLOCK_T tokens, all experts in one program, as a
-# matrix product in full FP32 (no TF32: it has 10 bits, and ranks would change).
-#
-#   x [T, D] tile   | BLOCK_T rows |  read twice: once for the mean square, once for the product
-#   gate [E, D]     | all rows     |  read once a tile, from L2
-#
-# Bytes: 2 * T * D * itemsize + (T / BLOCK_T) * E * D * gate itemsize (L2).
-@triton_jit
-def _route_many_kernel(
-    x_ptr: tl.tensor,
-    norm_weight_ptr: tl.tensor,
-    gate_ptr: tl.tensor,
-    h_ptr: tl.tensor,
-    topk_id_ptr: tl.tensor,
-    topk_weight_ptr: tl.tensor,
-    start_ptr: tl.tensor,
-    order_ptr: tl.tensor,
-    counter_ptr: tl.tensor,
-    num_tokens: tl.tensor,
-    eps: tl.tensor,
-    scaling_factor: tl.tensor,
-    stride_xt: tl.tensor,
-    stride_xd: tl.tensor,
-    stride_w: tl.tensor,
-    stride_ge: tl.tensor,
-    stride_gd: tl.tensor,
-    DIM: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    WITH_ORDER: tl.constexpr,
-    EXPERTS_PAD: tl.constexpr,
-    K_PAD: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-) -> None:
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    inside_t = t < num_tokens
-    t_64 = t.to(tl.int64)[:, None]
-    e = tl.arange(0, EXPERTS_PAD)
-    gate_row = gate_ptr + e.to(tl.int64)[:, None] * stride_ge
-    square_TD = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-    for first in range(0, DIM, BLOCK_D):
-        d = (first + tl.arange(0, BLOCK_D))[None, :]
-        inside = inside_t[:, None] & (d < DIM)
-        x = tl.load(x_ptr + t_64 * stride_xt + d.to(tl.int64) * stride_xd, mask=inside, other=0.0)
-        x = x.to(tl.float32)
-        square_TD += x * x
-    inverse_T1 = (1.0 / tl.sqrt_rn(tl.sum(square_TD, axis=1) / DIM + eps))[:, None]
-    score_TE = tl.zeros([BLOCK_T, EXPERTS_PAD], tl.float32)
-    for first in range(0, DIM, BLOCK_D):
-        d = (first + tl.arange(0, BLOCK_D))[None, :]
-        d_64 = d.to(tl.int64)
-        inside = inside_t[:, None] & (d < DIM)
-        x = tl.load(x_ptr + t_64 * stride_xt + d_64 * stride_xd, mask=inside, other=0.0)
-        norm_weight = tl.load(norm_weight_ptr + d_64 * stride_w, mask=d < DIM, other=0.0)
-        h = x.to(tl.float32) * inverse_T1 * norm_weight.to(tl.float32)
-        tl.store(h_ptr + t_64 * DIM + d, h.to(h_ptr.dtype.element_ty), mask=inside)
-        inside_gate = (e < NUM_EXPERTS)[:, None] & (d < DIM)
-        gate_ED = tl.load(gate_row + d_64 * stride_gd, mask=inside_gate, other=0.0)
-        # Three TF32 products on the tensor cores: each product within 3 * 2**-22 of FP32's.
-        score_TE = tl.dot(
-            h, tl.trans(gate_ED.to(tl.float32)), acc=score_TE, input_precision="tf32x3"
-        )
-    id_TK, weight_TK = _select(
-        score_TE, scaling_factor, NUM_EXPERTS, EXPERTS_PAD, TOP_K, K_PAD, RENORMALIZE
-    )
-    k_1K = tl.arange(0, K_PAD)[None, :]
-    inside = inside_t[:, None] & (k_1K < TOP_K)
-    tl.store(topk_id_ptr + t_64 * TOP_K + k_1K, id_TK, mask=inside)
-    tl.store(topk_weight_ptr + t_64 * TOP_K + k_1K, weight_TK, mask=inside)
-    if WITH_ORDER:
-        tl.debug_barrier()
-        if tl.atomic_add(counter_ptr, 1) == tl.num_programs(0) - 1:
-            tl.store(counter_ptr, 0)
-            _write_order(
-                topk_id_ptr,
-                start_ptr,
-                order_ptr,
-                num_tokens * TOP_K,
-                NUM_EXPERTS,
-                EXPERTS_PAD,
-                BLOCK_A,
-            )

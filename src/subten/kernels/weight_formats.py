@@ -48,11 +48,17 @@ class WeightFormat:
 
     `load_codes` is a Triton function (codes, row_R, first, inside_R, stride_k, K, BLOCK_K) -> tile
     [R, BLOCK_K] of values that bfloat16 holds exactly, zero outside; `row_R` are int64 offsets of
-    rows in elements of `Weight.storage`.
+    rows in elements of `Weight.storage`. `load_codes_ptx` gives the same values by a few PTX
+    instructions for several codes at once, which Triton's interpreter cannot run.
     """
 
     name: str
     load_codes: Callable[..., Any]
+    load_codes_ptx: Callable[..., Any]
+
+    def loader(self, device: torch.device) -> Callable[..., Any]:
+        """The function that kernels on `device` read codes with."""
+        return self.load_codes if device.type == "cpu" else self.load_codes_ptx
 
 
 class Weight(nn.Module):
@@ -351,8 +357,113 @@ def _load_int4(
     return tl.reshape(value_RWI, (row_R.shape[0], BLOCK_K))
 
 
+# Four codes: PRMT puts two into the low bytes of two halves. With the sign bit s of a half,
+# 16 * (code + 15 * s) has exponent, mantissa and sign in the places of a bfloat16's: 2^-120 of the
+# value, subnormals included. 10 instructions.
+@triton_jit
+def _load_fp8_ptx(
+    codes_ptr: tl.tensor,
+    row_R: tl.tensor,
+    first: tl.tensor,
+    inside_R: tl.tensor,
+    stride_k: tl.tensor,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> Any:
+    byte_RK = _load_plain(codes_ptr, row_R, first, inside_R, stride_k, K, BLOCK_K)
+    return tl.inline_asm_elementwise(
+        asm="""{
+        .reg .b32 low, high, sign, factor, zero;
+        mov.b32 factor, 0x7b807b80;
+        mov.b32 zero, 0x80008000;
+        prmt.b32 low, $2, 0, 0x4140;
+        prmt.b32 high, $2, 0, 0x4342;
+        and.b32 sign, low, 0x00800080;
+        mad.lo.u32 low, sign, 15, low;
+        and.b32 sign, high, 0x00800080;
+        mad.lo.u32 high, sign, 15, high;
+        shl.b32 low, low, 4;
+        shl.b32 high, high, 4;
+        fma.rn.bf16x2 $0, low, factor, zero;
+        fma.rn.bf16x2 $1, high, factor, zero;
+        }""",
+        constraints="=r,=r,r",
+        args=[byte_RK],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+# A word of eight codes: a nibble q + 8 under the bits of 128 is the bfloat16 136 + q, and 136
+# leaves exactly. 11 instructions.
+@triton_jit
+def _load_int4_ptx(
+    codes_ptr: tl.tensor,
+    row_R: tl.tensor,
+    first: tl.tensor,
+    inside_R: tl.tensor,
+    stride_k: tl.tensor,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> Any:
+    tl.static_assert(K % 8 == 0 and BLOCK_K % 8 == 0)
+    w = first // 8 + tl.arange(0, BLOCK_K // 8)
+    inside = inside_R[:, None] & (w < K // 8)[None, :]
+    at_RW = codes_ptr + row_R[:, None] + row_offset(w, stride_k)[None, :]
+    word_RW = tl.load(at_RW, mask=inside, other=-0x77777778)
+    k0, k1, k2, k3, k4, k5, k6, k7 = tl.inline_asm_elementwise(
+        asm="""{
+        .reg .b32 word, pair, one, middle;
+        mov.b32 one, 0x3f803f80;
+        mov.b32 middle, 0xc308c308;
+        and.b32 pair, $8, 0x000f000f;
+        or.b32 pair, pair, 0x43004300;
+        fma.rn.bf16x2 pair, pair, one, middle;
+        mov.b32 {$0, $1}, pair;
+        shr.u32 word, $8, 4;
+        and.b32 pair, word, 0x000f000f;
+        or.b32 pair, pair, 0x43004300;
+        fma.rn.bf16x2 pair, pair, one, middle;
+        mov.b32 {$2, $3}, pair;
+        shr.u32 word, $8, 8;
+        and.b32 pair, word, 0x000f000f;
+        or.b32 pair, pair, 0x43004300;
+        fma.rn.bf16x2 pair, pair, one, middle;
+        mov.b32 {$4, $5}, pair;
+        shr.u32 word, $8, 12;
+        and.b32 pair, word, 0x000f000f;
+        or.b32 pair, pair, 0x43004300;
+        fma.rn.bf16x2 pair, pair, one, middle;
+        mov.b32 {$6, $7}, pair;
+        }""",
+        constraints="=h,=h,=h,=h,=h,=h,=h,=h,r",
+        args=[word_RW],
+        dtype=(
+            tl.bfloat16,
+            tl.bfloat16,
+            tl.bfloat16,
+            tl.bfloat16,
+            tl.bfloat16,
+            tl.bfloat16,
+            tl.bfloat16,
+            tl.bfloat16,
+        ),
+        is_pure=True,
+        pack=1,
+    )
+    # Of input 4 a + 2 b + c of a word: dimensions a, then b, then c.
+    even = tl.join(tl.join(k0, k4), tl.join(k2, k6))
+    odd = tl.join(tl.join(k1, k5), tl.join(k3, k7))
+    return tl.reshape(tl.join(even, odd), (row_R.shape[0], BLOCK_K))
+
+
 WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
-    name: WeightFormat(name=name, load_codes=load_codes)
-    for name, load_codes in {"none": _load_plain, "fp8": _load_fp8, "int4": _load_int4}.items()
+    name: WeightFormat(name=name, load_codes=load_codes, load_codes_ptx=load_codes_ptx)
+    for name, load_codes, load_codes_ptx in (
+        ("none", _load_plain, _load_plain),
+        ("fp8", _load_fp8, _load_fp8_ptx),
+        ("int4", _load_int4, _load_int4_ptx),
+    )
 }
 """Names that `--quantization` takes, and how kernels read each."""

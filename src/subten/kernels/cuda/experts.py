@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from subten.kernels import experts as triton_experts
-from subten.kernels.cuda import runtime
+from subten.kernels.cuda import grouped, runtime
 from subten.kernels.cuda.gemv import (
     FLOAT_DTYPES,
     FORMATS,
@@ -25,6 +25,7 @@ from subten.kernels.cuda.gemv import (
     kernel_name,
     plan_gemv,
     shared_bytes,
+    starts_early,
     suits_weight,
 )
 from subten.kernels.route import Routing
@@ -53,14 +54,15 @@ MEASURED_DOWN: Mapping[tuple[int, int, str], tuple[int, int]] = {
 """(experts a token, F, format) to the fastest (warps_k, depth), as `gemv.MEASURED`."""
 
 
-def plan_down(top_k: int, hidden: int, weight_format: str) -> GemvPlan:
+def plan_down(top_k: int, hidden: int, weight_format: str, num_rows: int) -> GemvPlan:
     """Plan of down: `warps_n` is the experts of a token, side by side in a block.
 
     As measured, or else as many warps as a block may have, with 2 KiB in flight each.
     """
     widest = max(1, min(MAX_WARPS // top_k, hidden // FORMATS[weight_format].block))
     warps_k, depth = MEASURED_DOWN.get((top_k, hidden, weight_format), (widest, 2))
-    return GemvPlan(warps_k=warps_k, warps_n=top_k, depth=depth)
+    is_early = starts_early(top_k * num_rows, hidden, weight_format)
+    return GemvPlan(warps_k=warps_k, warps_n=top_k, depth=depth, starts_early=is_early)
 
 
 def experts(
@@ -75,10 +77,13 @@ def experts(
 ) -> torch.Tensor:
     """`subten.kernels.experts.experts` in two CUDA launches, for 1 to 8 tokens without an order.
 
-    What the kernels do not take goes to Triton. `up_plan`, `down_plan` and `pdl` (programmatic
-    dependent launch) are for measuring. Weights must be in place as for `linear` of this package.
+    With an order, `grouped.py` serves any number. What no kernel takes goes to Triton. `up_plan`,
+    `down_plan` and `pdl` (programmatic dependent launch) are for measuring. Weights must be in
+    place as for `linear` of this package.
     Quantised weights take |h| and |act| below 2^63.
     """
+    if grouped.suits(routing, gate_up, down, residual_TD):
+        return grouped.grouped(routing, gate_up, down, residual_TD=residual_TD, pdl=pdl)
     if not _suits(routing, gate_up, down, residual_TD):
         return triton_experts.experts(routing, gate_up, down, residual_TD=residual_TD)
     act_AF = launch_up(routing, gate_up, plan=up_plan, pdl=pdl)
@@ -116,7 +121,7 @@ def launch_up(
         ),
         device=device,
         shared_bytes=_up_shared(gate_up.format, num_tokens, dim, plan),
-        pdl=pdl,
+        pdl=pdl and plan.starts_early,
     )
     return act_AF
 
@@ -137,7 +142,8 @@ def launch_down(
     """
     num_tokens, top_k = routing.topk_id_TK.shape
     _, dim, hidden = weight.shape
-    plan = plan or plan_down(top_k, hidden, weight.format)
+    plan = plan or plan_down(top_k, hidden, weight.format, dim)
+    pdl = pdl and plan.starts_early
     plan.check(hidden, FORMATS[weight.format])
     assert plan.warps_n == top_k and plan.tiles == 1, (plan, top_k)
     out_TD = torch.empty(num_tokens, dim, dtype=residual_TD.dtype, device=residual_TD.device)
@@ -201,5 +207,6 @@ def _suits(routing: Routing, gate_up: Weight, down: Weight, residual_TD: torch.T
     up_bytes = _up_shared(
         gate_up.format, num_tokens, dim, plan_up(top_k, hidden, dim, gate_up.format)
     )
-    down_bytes = _down_shared(down.format, top_k, hidden, plan_down(top_k, hidden, down.format))
+    down_plan = plan_down(top_k, hidden, down.format, dim)
+    down_bytes = _down_shared(down.format, top_k, hidden, down_plan)
     return max(up_bytes, down_bytes) <= MAX_SHARED_BYTES

@@ -1,0 +1,443 @@
+// The routed experts for many tokens: tokens sorted by expert, each weight read and decoded once
+// for up to 8 * NT of them.
+//
+// Letters: T tokens, K experts a token, A = T * K assignments, E experts, D features, F hidden
+// features; p a position in the order by expert. gate_up [E, 2F, D] holds F gate rows and then F up
+// rows of each expert, down [E, D, F].
+//
+// A block takes one tile of an expert's tokens and 32 rows of its weights a warp; `mma` has the
+// weights as A and the tokens as B, so that a tile costs what its tokens do, 8 at a time.
+//
+//   weights:  a lane reads 16 bytes (C codes) of four rows at a time, straight from the row-major
+//             matrix into a ring of DEPTH blocks in registers, and makes bf16 of them there
+//
+//               | 16 bytes  16 bytes  16 bytes  16 bytes |  next block: 64 bytes on
+//       row     |   t = 0     t = 1     t = 2     t = 3  |
+//
+//   tokens:   copied into shared memory, DEPTH blocks of inputs a stage, three stages; a unit of 8
+//             inputs that lane t needs j-th lies at 64 * j + 16 * t, and rows are 64 bytes longer
+//             than a multiple of 128, so that no two of a quarter warp meet in a bank
+//
+// Inputs keep their order within a unit: the k of a sum is free, so that codes and tokens need only
+// agree. Every sum has one order, and a column is its token's alone: a token's bits do not depend
+// on the others.
+#include "grouped_device.cuh"
+
+#define NUM_STAGES 3
+
+// Bf16, C = 8: a block is 32 inputs, and its words are fragments already.
+struct Bf16Codes {
+    static constexpr int CODES = 8, TOGETHER = 1;
+    static constexpr bool HAS_ROW_SCALE = false, HAS_GROUP_SCALE = false;
+
+    static INLINE void pairs(u32 (&pair)[4], const uint4& v, int) {
+        pair[0] = v.x, pair[1] = v.y, pair[2] = v.z, pair[3] = v.w;
+    }
+};
+
+// E4M3, C = 16: exponent and mantissa of a code, shifted into those of a bf16, are 2^-120 of its
+// value, subnormals included. Two codes take five instructions, exact, and the two products of
+// integers are not on the pipe of shifts and masks, which would be the narrowest.
+struct Fp8Codes {
+    static constexpr int CODES = 16, TOGETHER = 1;
+    static constexpr bool HAS_ROW_SCALE = true, HAS_GROUP_SCALE = false;
+
+    // Of codes in bytes 0 and 2, others zero: 16 * 0x80 + 0xf0 * 0x80 is the sign of a bf16.
+    static INLINE u32 value(u32 codes) {
+        const u32 bits = codes * 16 + (codes & 0x00800080u) * 0xf0;
+        return multiply_add_bf16x2(bits, 0x7b807b80u, 0x80008000u);  // * 2^120 - 0
+    }
+
+    static INLINE void pairs(u32 (&pair)[4], const uint4& v, int unit) {
+        const u32 first = unit == 0 ? v.x : v.z, second = unit == 0 ? v.y : v.w;
+        pair[0] = value(choose_bytes(first, 0x4140));
+        pair[1] = value(choose_bytes(first, 0x4342));
+        pair[2] = value(choose_bytes(second, 0x4140));
+        pair[3] = value(choose_bytes(second, 0x4342));
+    }
+};
+
+// int4, C = 32: a block is the 128 inputs of a group. A nibble q + 8 under the bits of 128 is 136 +
+// q, and 136 leaves exactly.
+struct Int4Codes {
+    static constexpr int CODES = 32, TOGETHER = 2;
+    static constexpr bool HAS_ROW_SCALE = false, HAS_GROUP_SCALE = true;
+
+    static INLINE void pairs(u32 (&pair)[4], const uint4& v, int unit) {
+        const u32 word = unit == 0 ? v.x : unit == 1 ? v.y : unit == 2 ? v.z : v.w;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 bits = mask_or(word >> (4 * i), 0x000f000fu, 0x43004300u);
+            pair[i] = multiply_add_bf16x2(bits, 0x3f803f80u, 0xc308c308u);  // * 1 - 136
+        }
+    }
+};
+
+// A tile of an expert's sorted assignments: `count` of them from position `first`, at most `most`.
+struct Tile {
+    int expert, first, count;
+};
+
+// Which tile and which part of the rows a block takes: parts run slowest, so that tiles of an
+// expert meet in L2 and blocks without work come last. Every block counts the tiles of all experts
+// again from their E + 1 starts, which it leaves in `starts`, so that no host has to know them.
+// False for a block without work.
+INLINE bool find_tile(Tile& tile, int& part, int* starts, const int* start, int num_experts,
+                      int num_parts, int most, int thread, int num_threads) {
+    for (int i = thread; i <= num_experts; i += num_threads) starts[i] = load_from_l2(start + i);
+    __syncthreads();
+    const int lane = thread % WARP, each = (num_experts + WARP - 1) / WARP;
+    auto tiles_of = [&](int e) {
+        return e < num_experts ? (starts[e + 1] - starts[e] + most - 1) / most : 0;
+    };
+    int own = 0;
+    for (int i = 0; i < each; ++i) own += tiles_of(lane * each + i);
+    const int up_to = sum_to_lane(own, lane), num_tiles = from_lane(up_to, WARP - 1);
+    part = blockIdx.x / num_tiles;
+    if (part >= num_parts) return false;
+    const int index = blockIdx.x % num_tiles;
+    const int owner = lowest_bit(lanes_where(up_to > index));
+    int left = index - (from_lane(up_to, owner) - from_lane(own, owner));
+    int e = owner * each;
+    for (; left >= tiles_of(e); ++e) left -= tiles_of(e);
+    const int first = starts[e] + left * most, rest = starts[e + 1] - first;
+    tile = {e, first, rest < most ? rest : most};
+    return true;
+}
+
+// The four rows of weights that a lane reads: row, row + high, row + next, row + next + high. In
+// `mma` number i of two, `high` goes to the rows 8 .. 15 and `next` to i = 1.
+struct Rows {
+    int high, next;
+};
+
+template <class Format>
+struct Block {
+    uint4 codes[2][2];  // [mma][high]
+    u16 scale[2][2];
+};
+
+template <class Format>
+struct Cursor {
+    const u8* codes;
+    const u16* scale;
+    int high, next, scale_high, scale_next;
+
+    INLINE Cursor(const u8* all_codes, const void* all_scales, i64 row, Rows rows, int dim,
+                  int lane) {
+        const int blocks = dim / (4 * Format::CODES), row_bytes = 64 * blocks;
+        codes = all_codes + row * row_bytes + lane % 4 * 16;
+        high = rows.high * row_bytes, next = rows.next * row_bytes;
+        scale = reinterpret_cast<const u16*>(all_scales) + row * blocks;
+        scale_high = rows.high * blocks, scale_next = rows.next * blocks;
+    }
+
+    INLINE void load(Block<Format>& block) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            block.codes[i][0] = load_stream(codes + i * next);
+            block.codes[i][1] = load_stream(codes + i * next + high);
+            if constexpr (Format::HAS_GROUP_SCALE) {
+                block.scale[i][0] = load_constant2(scale + i * scale_next);
+                block.scale[i][1] = load_constant2(scale + i * scale_next + scale_high);
+            }
+        }
+        codes += 64;
+        scale += 1;
+    }
+};
+
+template <class Format, int NT, int WARPS, int DEPTH>
+struct Product {
+    static constexpr int THREADS = WARP * WARPS, COLUMNS = 8 * NT;
+    static constexpr int UNITS = Format::CODES / 8;           // of a lane in a block
+    static constexpr int BLOCK_BYTES = 8 * Format::CODES;     // of tokens in shared memory
+    static constexpr int STAGE_UNITS = DEPTH * 4 * UNITS;     // of a token in a stage
+    static constexpr int ROW_BYTES = DEPTH * BLOCK_BYTES / 128 * 128 + 64 +
+                                     (DEPTH * BLOCK_BYTES % 128 ? 128 : 0);
+    static constexpr int STAGE_BYTES = COLUMNS * ROW_BYTES;
+    // Tokens that all threads copy at once, a unit each.
+    static constexpr int AT_ONCE = THREADS / STAGE_UNITS;
+    static constexpr int COPIES = (COLUMNS + AT_ONCE - 1) / AT_ONCE;
+    static_assert(AT_ONCE > 0, "a stage of a token has more units than the block threads");
+
+    // Tiles of tokens side by side: `mma` waits for the one before it on the same sums.
+    static constexpr int SIDE = NT % 2 ? 1 : 2;
+
+    float sum[NT][2][4];
+
+    // Columns of `x` are rows of `units` units, `row_of(column)` saying which. `wait` runs when the
+    // first weights are asked for.
+    template <class Wait, class RowOf>
+    INLINE void run(Cursor<Format>& cursor, u8* stages, const u16* x, int dim, int num_columns,
+                    int thread, Wait wait, RowOf row_of) {
+        const int lane = thread % WARP, units = dim / 8;
+        const int num_blocks = dim / (4 * Format::CODES);
+        Block<Format> ring[DEPTH];
+#pragma unroll
+        for (int s = 0; s < DEPTH; ++s)
+            if (s < num_blocks) cursor.load(ring[s]);
+        wait();
+        const int own_column = thread / STAGE_UNITS, own_unit = thread % STAGE_UNITS;
+        int from[COPIES];  // in units; -1 where there is no column
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i) {
+            const int column = own_column + i * AT_ONCE;
+            const bool is_inside = own_column < AT_ONCE && column < num_columns;
+            from[i] = is_inside ? row_of(column) * units + own_unit : -1;
+        }
+        const int in_block = own_unit % (4 * UNITS);
+        SharedAt to = shared_at(stages) + own_column * ROW_BYTES +
+                      own_unit / (4 * UNITS) * BLOCK_BYTES + in_block % UNITS * 64 +
+                      in_block / UNITS * 16;
+        const int num_chunks = (num_blocks + DEPTH - 1) / DEPTH;
+        int into = 0, copied = 0;  // the stage to fill, and the first unit to fill it with
+        auto copy = [&] {
+            if (copied + own_unit < units) {
+#pragma unroll
+                for (int i = 0; i < COPIES; ++i)
+                    if (from[i] >= 0)
+                        copy16(to + into + i * (AT_ONCE * ROW_BYTES),
+                               x + (i64)(from[i] + copied) * 8);
+            }
+            end_copies();
+            copied += STAGE_UNITS;
+            into = into < (NUM_STAGES - 1) * STAGE_BYTES ? into + STAGE_BYTES : 0;
+        };
+        copy();
+        copy();
+#pragma unroll
+        for (int i = 0; i < 2 * NT; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sum[i / 2][i % 2][j] = 0;
+        const int num_tiles = (num_columns + 7) / 8;
+        const u8* own = stages + lane / 4 * ROW_BYTES + lane % 4 * 16;
+        int stage = 0;
+        for (int chunk = 0; chunk < num_chunks; ++chunk) {
+            wait_copies<1>();
+            // Chunk `chunk` is there, and nobody reads the one before it any more.
+            __syncthreads();
+            copy();
+            const int left = num_blocks - chunk * DEPTH;
+#pragma unroll
+            for (int s = 0; s < DEPTH; ++s) {
+                if (s >= left) break;
+                multiply(ring[s], own + stage + s * BLOCK_BYTES, num_tiles);
+                if (s + DEPTH < left) cursor.load(ring[s]);
+            }
+            stage = stage < (NUM_STAGES - 1) * STAGE_BYTES ? stage + STAGE_BYTES : 0;
+        }
+    }
+
+    INLINE void multiply(const Block<Format>& block, const u8* x, int num_tiles) {
+        constexpr int TOGETHER = Format::TOGETHER;
+#pragma unroll
+        for (int first = 0; first < UNITS; first += TOGETHER) {
+            u32 pair[TOGETHER][2][2][4];  // [unit][mma][high]
+#pragma unroll
+            for (int j = 0; j < 4 * TOGETHER; ++j)
+                Format::pairs(pair[j / 4][j / 2 % 2][j % 2], block.codes[j / 2 % 2][j % 2],
+                              first + j / 4);
+#pragma unroll
+            for (int n = 0; n < NT; n += SIDE) {
+                if (n > 0 && n >= num_tiles) break;
+                uint4 b[SIDE][TOGETHER];
+#pragma unroll
+                for (int i = 0; i < SIDE * TOGETHER; ++i)
+                    b[i / TOGETHER][i % TOGETHER] = *reinterpret_cast<const uint4*>(
+                        x + (n + i / TOGETHER) * 8 * ROW_BYTES + (first + i % TOGETHER) * 64);
+                if constexpr (Format::HAS_GROUP_SCALE) {
+                    float part[2 * SIDE][4] = {};
+                    multiply_units(part, pair, b);
+#pragma unroll
+                    for (int i = 0; i < 8 * SIDE; ++i) {
+                        float& total = sum[n + i / 8][i / 4 % 2][i % 4];
+                        total = multiply_add(part[i / 4][i % 4],
+                                             low_bf16(block.scale[i / 4 % 2][i % 4 / 2]), total);
+                    }
+                } else {
+                    multiply_units(&sum[n][0], pair, b);
+                }
+            }
+        }
+    }
+
+    // d: sums of SIDE tiles of tokens, two `mma` each.
+    static INLINE void multiply_units(float (*d)[4],
+                                      const u32 (&pair)[Format::TOGETHER][2][2][4],
+                                      const uint4 (&b)[SIDE][Format::TOGETHER]) {
+#pragma unroll
+        for (int j = 0; j < 2 * Format::TOGETHER; ++j) {
+            const int half = j % 2 * 2;
+#pragma unroll
+            for (int i = 0; i < 2 * SIDE; ++i) {
+                const auto& p = pair[j / 2][i % 2];
+                const uint4& v = b[i / 2][j / 2];
+                mma(d[i], p[0][half], p[1][half], p[0][half + 1], p[1][half + 1],
+                    half ? v.z : v.x, half ? v.w : v.y);
+            }
+        }
+    }
+};
+
+INLINE void store_pair(u16* to, float low, float high) {
+    *reinterpret_cast<u32*>(to) = pack_bf16(low, high);
+}
+
+// act[p] = silu(gate_e h[order[p] / K]) * up_e h[order[p] / K], bf16 [A, F].
+//
+//   lane 4g + t of a warp with features f .. f + 15:  gate and up rows f + 2g and f + 2g + 1
+//
+// so that a thread has gate and up of two neighbouring features. A warp past the last feature
+// repeats the last 16 and stores nothing.
+// Bytes: 2 * F rows of weights for each expert with tokens, once where its tokens fit a tile or L2
+// serves the others; A * D * 2 from L2 for each part of the rows; A * F * 2 of act.
+// FP8, 512 tokens of qwen3-30b-a3b: 403 MB, 90 us at 4.5 TB/s. For 128 inputs a warp has 565
+// instructions (SASS, 48 tokens; 96 of them `mma`), and its share of the memory's time is 820
+// cycles. Not measured yet.
+template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS>
+__global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
+    grouped_up_kernel(const u8* codes, const void* scale, const u16* h, const int* start,
+                      const int* order, u16* act, int num_experts, int top_k, int dim,
+                      int hidden) {
+    DYNAMIC_SHARED(dynamic_shared);
+    using Tokens = Product<Format, NT, WARPS, DEPTH>;
+    const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
+    wait_for_previous_kernels();
+    // Only now: `grouped_down_kernel` reads the starts before it waits for this kernel, and they
+    // are final once a block of this kernel has got past its own wait.
+    launch_dependents();
+    Tile tile;
+    int part;
+    const int num_parts = (hidden + 16 * WARPS - 1) / (16 * WARPS);
+    int* starts = reinterpret_cast<int*>(dynamic_shared + NUM_STAGES * Tokens::STAGE_BYTES);
+    if (!find_tile(tile, part, starts, start, num_experts, num_parts, Tokens::COLUMNS, thread,
+                   Tokens::THREADS))
+        return;
+    const int own_feature = (part * WARPS + warp) * 16;
+    const int feature = (own_feature < hidden ? own_feature : hidden - 16) + lane / 4 * 2;
+    const i64 row = (i64)tile.expert * 2 * hidden + feature;
+    Cursor<Format> cursor(codes, scale, row, {hidden, 1}, dim, lane);
+    Tokens tokens;
+    tokens.run(cursor, dynamic_shared, h, dim, tile.count, thread, [] {},
+               [&](int column) { return load_from_l2(order + tile.first + column) / top_k; });
+
+    if (own_feature >= hidden) return;
+    float row_scale[2][2] = {{1, 1}, {1, 1}};
+    if constexpr (Format::HAS_ROW_SCALE) {
+        const float* own_scale = reinterpret_cast<const float*>(scale) + row;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            row_scale[i / 2][i % 2] = load_constant_float(own_scale + i / 2 + i % 2 * hidden);
+    }
+#pragma unroll
+    for (int c = 0; c < 2 * NT; ++c) {
+        const int column = c / 2 * 8 + lane % 4 * 2 + c % 2;
+        if (column >= tile.count) continue;
+        float value[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float gate = tokens.sum[c / 2][i][c % 2] * row_scale[i][0];
+            const float up = tokens.sum[c / 2][i][c % 2 + 2] * row_scale[i][1];
+            value[i] = gate * rough_reciprocal(1.0f + exponential(-gate)) * up;
+        }
+        store_pair(act + (i64)(tile.first + column) * hidden + feature, value[0], value[1]);
+    }
+}
+
+// y[order[p]] = down_e act[p], bf16 [A, D], back at the place of the assignment.
+//
+//   lane 4g + t of a warp with rows d .. d + 31:  rows d + 4g .. d + 4g + 3, one after another
+//
+// Bytes: D rows of weights for each expert with tokens, A * F * 2 from L2 for each part of the
+// rows, A * D * 2 of y.
+template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS>
+__global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
+    grouped_down_kernel(const u8* codes, const void* scale, const u16* act, const int* start,
+                        const int* order, u16* y, int num_experts, int dim, int hidden,
+                        int has_early_starts) {
+    DYNAMIC_SHARED(dynamic_shared);
+    using Tokens = Product<Format, NT, WARPS, DEPTH>;
+    const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
+    launch_dependents();
+    // Starts and weights may be read here if the kernel before is `grouped_up_kernel`, which lets
+    // this one begin after its own wait: so that weights are on their way while it ends.
+    if (!has_early_starts) wait_for_previous_kernels();
+    Tile tile;
+    int part;
+    const int num_parts = (dim + 32 * WARPS - 1) / (32 * WARPS);
+    int* starts = reinterpret_cast<int*>(dynamic_shared + NUM_STAGES * Tokens::STAGE_BYTES);
+    if (!find_tile(tile, part, starts, start, num_experts, num_parts, Tokens::COLUMNS, thread,
+                   Tokens::THREADS)) {
+        wait_for_previous_kernels();
+        return;
+    }
+    const int own_row = (part * WARPS + warp) * 32;
+    const int row = (own_row < dim ? own_row : dim - 32) + lane / 4 * 4;
+    const i64 weight_row = (i64)tile.expert * dim + row;
+    Cursor<Format> cursor(codes, scale, weight_row, {1, 2}, hidden, lane);
+    Tokens tokens;
+    tokens.run(cursor, dynamic_shared, act, hidden, tile.count, thread,
+               [] { wait_for_previous_kernels(); },
+               [&](int column) { return tile.first + column; });
+
+    if (own_row >= dim) return;
+    float row_scale[4] = {1, 1, 1, 1};
+    if constexpr (Format::HAS_ROW_SCALE) {
+        const float* own_scale = reinterpret_cast<const float*>(scale) + weight_row;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) row_scale[i] = load_constant_float(own_scale + i);
+    }
+#pragma unroll
+    for (int c = 0; c < 2 * NT; ++c) {
+        const int column = c / 2 * 8 + lane % 4 * 2 + c % 2;
+        if (column >= tile.count) continue;
+        u16* to = y + (i64)load_from_l2(order + tile.first + column) * dim + row;
+        const float(&first)[4] = tokens.sum[c / 2][0], (&second)[4] = tokens.sum[c / 2][1];
+        store_pair(to, first[c % 2] * row_scale[0], first[c % 2 + 2] * row_scale[1]);
+        store_pair(to + 2, second[c % 2] * row_scale[2], second[c % 2 + 2] * row_scale[3]);
+    }
+}
+
+// out_d = residual_d + sum_k weight_k y[t * K + k]_d, k in order; a block is a token, a thread 8
+// features at a time. Bytes: 2 * A * D of y, mostly from L2, and 2 * T * D * itemsize.
+__global__ void __launch_bounds__(256)
+    combine_kernel(const u16* y, const float* topk_weight, const void* residual,
+                   i64 residual_stride, void* out, int residual_is_bf16, int top_k, int dim) {
+    wait_for_previous_kernels();
+    const int token = blockIdx.x, units = dim / 8;
+    const float* weight = topk_weight + (i64)token * top_k;
+    for (int u = threadIdx.x; u < units; u += blockDim.x) {
+        float sum[8] = {};
+        const uint4* row = reinterpret_cast<const uint4*>(y + (i64)token * top_k * dim) + u;
+#pragma unroll 8
+        for (int k = 0; k < top_k; ++k) {
+            const uint4 v = load_from_l2(row + (i64)k * units);
+            const float w = load_from_l2(weight + k);
+            const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                sum[i] = multiply_add(
+                    w, i % 2 ? high_bf16(words[i / 2]) : low_bf16(words[i / 2]), sum[i]);
+        }
+        const i64 from = token * residual_stride + u * 8, to = (i64)token * dim + u * 8;
+        if (residual_is_bf16) {
+            const u16* r = reinterpret_cast<const u16*>(residual) + from;
+            u16* o = reinterpret_cast<u16*>(out) + to;
+#pragma unroll
+            for (int i = 0; i < 8; i += 2)
+                store_pair(o + i, low_bf16(r[i]) + sum[i], low_bf16(r[i + 1]) + sum[i + 1]);
+        } else {
+            const float4* r = reinterpret_cast<const float4*>(
+                reinterpret_cast<const float*>(residual) + from);
+            float4* o = reinterpret_cast<float4*>(reinterpret_cast<float*>(out) + to);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                float4 v = r[i];
+                v.x += sum[4 * i], v.y += sum[4 * i + 1], v.z += sum[4 * i + 2],
+                    v.w += sum[4 * i + 3];
+                o[i] = v;
+            }
+        }
+    }
+}

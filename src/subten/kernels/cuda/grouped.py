@@ -1,0 +1,269 @@
+"""The routed experts for many tokens on CUDA: plans and launches of `grouped.cu`.
+
+Letters: T tokens, K experts a token, A = T * K assignments, E experts, D features, F hidden
+features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from subten.kernels.cuda import runtime
+from subten.kernels.cuda.gemv import FLOAT_DTYPES, has_rows, is_plain
+from subten.kernels.route import Routing
+from subten.kernels.weight_formats import Weight
+
+UP_ROWS = 16
+"""Features of a warp of `up`: that many gate rows and as many up rows."""
+
+DOWN_ROWS = 32
+"""Rows of a warp of `down`."""
+
+NUM_STAGES = 3
+"""Stages of tokens in shared memory: `NUM_STAGES` of grouped.cu."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedFormat:
+    """A weight format in `grouped.cu`: its struct, and the codes in 16 bytes."""
+
+    struct: str
+    codes: int
+
+    @property
+    def block(self) -> int:
+        """Inputs of a block: 64 bytes of a row."""
+        return 4 * self.codes
+
+
+FORMATS: Mapping[str, GroupedFormat] = {
+    "none": GroupedFormat(struct="Bf16Codes", codes=8),
+    "fp8": GroupedFormat(struct="Fp8Codes", codes=16),
+    "int4": GroupedFormat(struct="Int4Codes", codes=32),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedPlan:
+    """How one launch shares the work out.
+
+    A block takes up to 8 * `tiles` tokens of an expert and 32 rows of weights for each of its
+    `warps`; a warp keeps 2 * `depth` KiB of weights in flight; `blocks` of them fit an SM, by
+    registers.
+    """
+
+    tiles: int
+    warps: int
+    depth: int
+    blocks: int
+
+    @property
+    def columns(self) -> int:
+        """Tokens of a block at most."""
+        return 8 * self.tiles
+
+    def shared_bytes(self, weight_format: GroupedFormat, num_experts: int) -> int:
+        """Of a block: stages of rows that are an odd number of 64 bytes, and experts' starts."""
+        row_bytes = -(-self.depth * 2 * weight_format.block // 128) * 128 + 64
+        return NUM_STAGES * self.columns * row_bytes + 4 * (num_experts + 1)
+
+
+SHARES: Mapping[tuple[str, str], tuple[int, int, int]] = {
+    ("up", "none"): (8, 2, 2),
+    ("up", "fp8"): (8, 2, 2),
+    ("up", "int4"): (6, 2, 2),
+    ("down", "none"): (8, 2, 2),
+    ("down", "fp8"): (8, 2, 2),
+    ("down", "int4"): (6, 2, 2),
+}
+"""(kernel, format) to (warps, depth, blocks) with 48 tokens a block, 12 or 16 warps an SM and no
+spills to speak of (`nvcc -Xptxas -v`, 13.0). To be measured: `benchmarks/grouped_bench.py`."""
+
+MAX_TILES = 6
+"""48 tokens: as many as leave an SM 16 warps of 128 registers."""
+
+
+def plan_grouped(
+    kernel: str, num_assignments: int, num_experts: int, weight_format: str
+) -> GroupedPlan:
+    """Plan of "up" or "down" for a mean load: tiles with room for half as much again.
+
+    48 tokens hold 99 % of the tiles of 512 tokens of qwen3-30b-a3b, whose load is 32 on average.
+    """
+    room = -(-3 * num_assignments // (2 * num_experts))
+    tiles = next((t for t in (1, 2, 4) if 8 * t >= room), MAX_TILES)
+    warps, depth, blocks = SHARES[kernel, weight_format]
+    return GroupedPlan(tiles=tiles, warps=warps, depth=depth, blocks=blocks)
+
+
+def grouped(
+    routing: Routing,
+    gate_up: Weight,
+    down: Weight,
+    *,
+    residual_TD: torch.Tensor,
+    up_plan: GroupedPlan | None = None,
+    down_plan: GroupedPlan | None = None,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """`experts` for a routing with its order: [T, D] of the residual's dtype, in three launches.
+
+    The output of each expert is rounded to bfloat16, as its hidden activation is; sums are FP32 in
+    a fixed order. `suits` says what it takes.
+    """
+    act_AF = launch_up(routing, gate_up, plan=up_plan, pdl=pdl)
+    y_AD = launch_down(routing, act_AF, down, plan=down_plan, pdl=pdl)
+    return launch_combine(routing, y_AD, residual_TD=residual_TD, pdl=pdl)
+
+
+def launch_up(
+    routing: Routing, gate_up: Weight, *, plan: GroupedPlan | None = None, pdl: bool = True
+) -> torch.Tensor:
+    """silu(gate h) * (up h) by position in the order: bfloat16 [A, F]; one launch."""
+    num_experts, double_hidden, dim = gate_up.shape
+    hidden, (num_tokens, top_k) = double_hidden // 2, routing.topk_id_TK.shape
+    num_assignments, device = num_tokens * top_k, routing.h_TD.device
+    plan = plan or plan_grouped("up", num_assignments, num_experts, gate_up.format)
+    act_AF = torch.empty(num_assignments, hidden, dtype=torch.bfloat16, device=device)
+    runtime.launch(
+        "grouped.cu",
+        kernel_name("grouped_up_kernel", gate_up.format, plan),
+        (_num_blocks(num_assignments, num_experts, hidden, UP_ROWS, plan),),
+        32 * plan.warps,
+        (
+            gate_up.codes,
+            gate_up.scale,
+            routing.h_TD,
+            routing.expert_start_E1,
+            routing.order_A,
+            act_AF,
+            num_experts,
+            top_k,
+            dim,
+            hidden,
+        ),
+        device=device,
+        shared_bytes=plan.shared_bytes(FORMATS[gate_up.format], num_experts),
+        pdl=pdl,
+    )
+    return act_AF
+
+
+def launch_down(
+    routing: Routing,
+    act_AF: torch.Tensor,
+    down: Weight,
+    *,
+    plan: GroupedPlan | None = None,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """down act of each assignment, at its own place: bfloat16 [A, D]; one launch.
+
+    With `pdl` the launch before it must be `launch_up`, or an order older than that: the kernel
+    reads where experts begin before it waits.
+    """
+    num_experts, dim, hidden = down.shape
+    num_assignments = act_AF.shape[0]
+    plan = plan or plan_grouped("down", num_assignments, num_experts, down.format)
+    y_AD = torch.empty(num_assignments, dim, dtype=torch.bfloat16, device=act_AF.device)
+    runtime.launch(
+        "grouped.cu",
+        kernel_name("grouped_down_kernel", down.format, plan),
+        (_num_blocks(num_assignments, num_experts, dim, DOWN_ROWS, plan),),
+        32 * plan.warps,
+        (
+            down.codes,
+            down.scale,
+            act_AF,
+            routing.expert_start_E1,
+            routing.order_A,
+            y_AD,
+            num_experts,
+            dim,
+            hidden,
+            int(pdl),
+        ),
+        device=act_AF.device,
+        shared_bytes=plan.shared_bytes(FORMATS[down.format], num_experts),
+        pdl=pdl,
+    )
+    return y_AD
+
+
+def launch_combine(
+    routing: Routing, y_AD: torch.Tensor, *, residual_TD: torch.Tensor, pdl: bool = True
+) -> torch.Tensor:
+    """residual + sum_k weight_k y_k: [T, D] of the residual's dtype; one launch."""
+    num_tokens, dim = residual_TD.shape
+    out_TD = torch.empty(num_tokens, dim, dtype=residual_TD.dtype, device=residual_TD.device)
+    runtime.launch(
+        "grouped.cu",
+        "combine_kernel",
+        (num_tokens,),
+        min(256, -(-dim // 256) * 32),
+        (
+            y_AD,
+            routing.topk_weight_TK,
+            residual_TD,
+            ctypes.c_int64(residual_TD.stride(0)),
+            out_TD,
+            int(residual_TD.dtype == torch.bfloat16),
+            routing.topk_id_TK.shape[1],
+            dim,
+        ),
+        device=residual_TD.device,
+        pdl=pdl,
+    )
+    return out_TD
+
+
+def suits(routing: Routing, gate_up: Weight, down: Weight, residual_TD: torch.Tensor) -> bool:
+    """Whether the kernels take these tensors: an order, bfloat16, whole blocks, warps of rows."""
+    dim, hidden = gate_up.shape[2], down.shape[2]
+    starts = routing.expert_start_E1
+    if routing.order_A is None or starts is None or gate_up.format not in FORMATS:
+        return False
+    block = FORMATS[gate_up.format].block
+    tensors = (
+        routing.h_TD,
+        routing.topk_weight_TK,
+        routing.order_A,
+        starts,
+        gate_up.codes,
+        down.codes,
+        *(weight.scale for weight in (gate_up, down) if weight.scale is not None),
+    )
+    return (
+        residual_TD.shape[0] > 0
+        and gate_up.dtype == torch.bfloat16
+        and routing.h_TD.dtype == torch.bfloat16
+        and dim % block == 0
+        and hidden % block == 0
+        and hidden % UP_ROWS == 0
+        and dim % DOWN_ROWS == 0
+        # From a gate row to its up row is a 32-bit distance; where an expert begins is 64-bit.
+        and hidden * dim * 2 < 2**31
+        # Rows of tokens are found by 32-bit numbers of 16 bytes.
+        and residual_TD.shape[0] * dim // 8 < 2**31
+        and routing.order_A.shape[0] * hidden // 8 < 2**31
+        and all(is_plain(tensor) for tensor in tensors)
+        and residual_TD.dtype in FLOAT_DTYPES
+        and has_rows(residual_TD)
+    )
+
+
+def _num_blocks(
+    num_assignments: int, num_experts: int, num_rows: int, rows_warp: int, plan: GroupedPlan
+) -> int:
+    """Parts of the rows, times full tiles and for each expert with tokens one that is not full."""
+    max_tiles = num_assignments // plan.columns + min(num_experts, num_assignments)
+    return max_tiles * -(-num_rows // (rows_warp * plan.warps))
+
+
+def kernel_name(kernel: str, weight_format: str, plan: GroupedPlan) -> str:
+    struct = FORMATS[weight_format].struct
+    return f"{kernel}<{struct}, {plan.tiles}, {plan.warps}, {plan.depth}, {plan.blocks}>"

@@ -1,0 +1,89 @@
+// The names of src/subten/kernels/cuda/grouped_device.cuh on a CPU, beside those of
+// cuda_emulation/device.cuh.
+//
+// A copy poisons its target when it starts and brings the bytes when its group is waited for, so
+// that reading too early and writing too early both show.
+#ifndef SUBTEN_GROUPED_DEVICE_CUH
+#define SUBTEN_GROUPED_DEVICE_CUH
+
+#include "device.cuh"
+
+#include <cstdint>
+#include <cstdio>
+#include <deque>
+#include <map>
+
+namespace emulation {
+
+struct Copy16 {
+    void* to;
+    const void* from;
+};
+
+struct Copies {
+    std::vector<Copy16> open;
+    std::deque<std::vector<Copy16>> groups;
+};
+
+inline std::map<int, Copies> copies;  // by thread; all waited for when a block ends
+
+}  // namespace emulation
+
+using SharedAt = u8*;
+inline SharedAt shared_at(u8* at) { return at; }
+
+inline void copy16(SharedAt to, const void* from) {
+    if (((uintptr_t)to | (uintptr_t)from) % 16 || !emulation::has_waited[emulation::current]) {
+        std::fprintf(stderr, "emulated copy: not aligned, or before the wait\n");
+        std::abort();
+    }
+    std::memset(to, 0xff, 16);
+    emulation::copies[emulation::current].open.push_back({to, from});
+}
+
+inline void end_copies() {
+    emulation::Copies& own = emulation::copies[emulation::current];
+    own.groups.push_back(own.open);
+    own.open.clear();
+}
+
+template <int NEWEST>
+void wait_copies() {
+    std::deque<std::vector<emulation::Copy16>>& groups =
+        emulation::copies[emulation::current].groups;
+    for (; groups.size() > NEWEST; groups.pop_front())
+        for (const emulation::Copy16& copy : groups.front())
+            std::memcpy(copy.to, copy.from, 16);
+}
+
+// One rounding, from the exact result: products and sums here have far fewer than 53 bits.
+inline u32 multiply_add_bf16x2(u32 a, u32 b, u32 c) {
+    const double low = (double)low_bf16(a) * low_bf16(b) + low_bf16(c);
+    const double high = (double)high_bf16(a) * high_bf16(b) + high_bf16(c);
+    return pack_bf16((float)low, (float)high);
+}
+
+inline u32 choose_bytes(u32 v, u32 selector) {
+    u32 out = 0;
+    for (int i = 0; i < 4; ++i) {
+        const u32 nibble = selector >> 4 * i & 7;  // byte 4 and above are those of zero
+        out |= (nibble < 4 ? v >> 8 * nibble & 0xff : 0) << 8 * i;
+    }
+    return out;
+}
+
+inline u32 mask_or(u32 v, u32 mask, u32 bits) { return (v & mask) | bits; }
+
+inline int from_lane(int v, int lane) {
+    int got = 0;
+    exchange(v, [&](int other_lane, int other) { if (other_lane == lane) got = other; });
+    return got;
+}
+
+inline int sum_to_lane(int v, int lane) {
+    int sum = 0;
+    exchange(v, [&](int other_lane, int other) { if (other_lane <= lane) sum += other; });
+    return sum;
+}
+
+#endif
