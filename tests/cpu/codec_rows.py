@@ -13,6 +13,8 @@ from subten.core import ConfigError
 HEAD_DIMS = (48, 64, 80, 96, 100, 112, 128, 192, 256)
 FLOAT_MAX = 3.4028234663852886e38
 SMALLEST = 2.0**-149
+ROTATED = ("int4", "int2", "vq1.5")
+AFFINE = ("int8", "int4", "int4_g32", "int4_g64")
 GROUPS = {"int4_g32": 32, "int4_g64": 64, "fp4": 16, "fp4_mx": 32}
 
 
@@ -24,7 +26,7 @@ def formats() -> list[KVFormat]:
             try:
                 found.append(kv_format(name, head_dim))
             except ConfigError:
-                assert (name, head_dim) == ("int4", 100), (name, head_dim)
+                assert name in ROTATED and head_dim == 100, (name, head_dim)
     return found
 
 
@@ -71,7 +73,7 @@ def metadata_scale(x_ND: torch.Tensor, name: str) -> torch.Tensor:
         part = x_ND[:, first : first + group]
         low, high = part.amin(-1, keepdim=True), part.amax(-1, keepdim=True)
         absmax = torch.maximum(low.abs(), high.abs())
-        if name.startswith("int"):
+        if name in AFFINE:
             levels = 255 if name == "int8" else 15
             low_rounding = low.abs() * 2**-7 + 2.0**-133
             scale = (high - low + low_rounding) / levels * (1 + 2**-7) + 2.0**-133
@@ -99,7 +101,19 @@ def error_bound(x_ND: torch.Tensor, name: str) -> torch.Tensor:
     if name == "bf16":
         # 8 significant bits to nearest; below 2^-126 steps of 2^-133; 3.39e38 is the largest.
         return (size_ND * 2**-8).clamp(min=2.0**-134)
-    if name.startswith("int"):
+    if name == "int2":
+        # A norm n is a mean of |x| / 3 and |x| / 10. Nearest levels 3n and 10n leave 3.5n, or what
+        # lies beyond 10n. Fixed-point steps are at least 2^-118; more than 2.2e38 counts as that.
+        limit = (size_ND - 2.2e38).clamp(min=0.0) + 2.0**-118
+        largest_N1 = size_ND.clamp(max=2.2e38).amax(-1, keepdim=True)
+        return torch.maximum(size_ND, 3.5 / 3 * largest_N1 * (1 + 2**-8)) + slack_ND + limit
+    if name == "vq1.5":
+        # Least squares: no row is further from its codewords than from zero. BF16 adds 2^-9 of the
+        # norm, and a level has at most 127 steps of 2^-134.
+        limit = (size_ND - 2e37).clamp(min=0.0) + 16 * 2.0**-118
+        distance_N1 = size_ND.clamp(max=2e37).square().sum(-1, keepdim=True).sqrt()
+        return distance_N1 * (1 + 2**-8) + slack_ND + limit
+    if name in AFFINE:
         # Half a step; magnitudes above 3.3e38 count as 3.3e38.
         limit = (size_ND - 3.3e38).clamp(min=0.0)
         return metadata_scale(x_ND.clamp(-3.3e38, 3.3e38), name) / 2 + slack_ND + limit

@@ -17,6 +17,7 @@ from codec_rows import SMALLEST, format_id, formats, special_rows
 
 from subten.codecs import CODECS, KVFormat, kv_format
 from subten.core import PAGE_SIZE
+from subten.kernels.kv_append import codec_tables
 from subten.kernels.triton_shim import tl, triton, triton_jit
 
 # Below, at and above a power of two, with whole and ragged groups; the twins take the other sizes.
@@ -32,6 +33,7 @@ def encode_kernel(
     x_ptr,
     pages_ptr,
     slot_ptr,
+    tables_ptr,
     num_rows,
     page_stride,
     ENCODE: tl.constexpr,
@@ -50,13 +52,15 @@ def encode_kernel(
     x_ND = tl.load(x_ptr + n[:, None] * HEAD_DIM + d[None, :], mask=mask_ND, other=float("nan"))
     page_N = pages_ptr + (slot_N // 64) * page_stride
     row_N = (slot_N % 64).to(tl.int32)
-    ENCODE(x_ND, page_N, row_N, slot_N >= 0, CODES, SCALE, ZERO, HEAD_DIM, BLOCK_D)
+    mask_N = slot_N >= 0
+    ENCODE(x_ND, page_N, row_N, mask_N, tables_ptr, CODES, SCALE, ZERO, HEAD_DIM, BLOCK_D)
 
 
 @triton_jit
 def decode_kernel(
     pages_ptr,
     page_stride,
+    tables_ptr,
     num_rows,
     code_ptr,
     scale_ptr,
@@ -76,6 +80,7 @@ def decode_kernel(
         pages_ptr + page.to(tl.int64) * page_stride,
         row_N,
         n < num_rows,
+        tables_ptr,
         CODES,
         SCALE,
         ZERO,
@@ -99,6 +104,7 @@ def launch_encode(
         x_ND,
         pages_PB,
         slot_N,
+        codec_tables(fmt.codec, pages_PB),
         x_ND.shape[0],
         pages_PB.stride(0),
         fmt.codec.device_encode,
@@ -120,6 +126,7 @@ def launch_decode(
     decode_kernel[(pages_PB.shape[0], PAGE_SIZE // block_n)](
         pages_PB,
         pages_PB.stride(0),
+        codec_tables(fmt.codec, pages_PB),
         num_rows,
         code_ND,
         scale_N,
@@ -224,7 +231,7 @@ def test_tile_height_changes_nothing(
 
 def codes_fit_in_half(fmt: KVFormat) -> bool:
     """Whether codes are bounded whatever the rows are: scales along the head dimension are not."""
-    return fmt.codec.name in ("fp8", "int8", "int4", "fp4")
+    return fmt.codec.name in ("fp8", "int8", "int4", "fp4", "int2", "vq1.5")
 
 
 @pytest.mark.triton
@@ -248,9 +255,10 @@ def compile_for_sm90() -> None:
     from triton.compiler import ASTSource
 
     pointers = {"x_ptr": "*fp32", "slot_ptr": "*i64", "pages_ptr": "*u8", "page_stride": "i64"}
+    pointers["tables_ptr"] = "*fp16"
     for name in CODECS:
         # A head_dim that is no power of two packs and unpacks nibbles in another way.
-        for head_dim in (64, 96) if name in ("int4", "fp4_mx") else (64,):
+        for head_dim in (64, 96) if name in ("int4", "int2", "fp4_mx") else (64,):
             fmt = kv_format(name, head_dim)
             for kernel, function in (
                 (encode_kernel, {"ENCODE": fmt.codec.device_encode, "BLOCK_N": 2}),

@@ -42,13 +42,15 @@ class KVCodec:
     `is_rotated`: rows are Hadamard-rotated before encode; queries and outputs turn with them.
 
     Device side, Triton functions that kernels receive as constexpr arguments:
-    `device_encode(x_ND, page_N, row_N, mask_N, CODES, SCALE, ZERO, HEAD_DIM, BLOCK_D)` stores rows
-    `row_N` (token in page, 0..63) of the float32 tile `x_ND` into pages that start at the uint8
-    pointers `page_N`; CODES, SCALE, ZERO are the byte offsets of the planes in the page.
-    `device_decode(page, row_N, mask_N, CODES, SCALE, ZERO, HEAD_DIM, BLOCK_D)` returns
+    `device_encode(x_ND, page_N, row_N, mask_N, tables, CODES, SCALE, ZERO, HEAD_DIM, BLOCK_D)`
+    stores rows `row_N` (token in page, 0..63) of the float32 tile `x_ND` into pages that start at
+    the uint8 pointers `page_N`; CODES, SCALE, ZERO are the byte offsets of the planes in the page.
+    `device_decode(page, row_N, mask_N, tables, CODES, SCALE, ZERO, HEAD_DIM, BLOCK_D)` returns
     `(code_ND, scale_N, zero_N)` in float32 with value = code * scale[:, None] + zero[:, None] for
     d < HEAD_DIM and code 0 beyond, so that scales act on score columns and on P; rows with mask
     False give code 0, scale 0, zero 0. `page` is one uint8 pointer.
+    `tables(device)` is the tensor of constants, the same one at every call, that the pointer
+    `tables` leads to; None where a codec has none, and the pointer is then not to be read.
     """
 
     name: str
@@ -59,6 +61,7 @@ class KVCodec:
     decode: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
     device_encode: Any
     device_decode: Any
+    tables: Callable[[torch.device], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +91,11 @@ class KVFormat:
 
 def kv_format(codec_name: str, head_dim: int) -> KVFormat:
     """Lay out the pages of `codec_name` for `head_dim`; ConfigError if either cannot be."""
-    codec = get_codec(codec_name)
+    return layout(get_codec(codec_name), head_dim)
+
+
+def layout(codec: KVCodec, head_dim: int) -> KVFormat:
+    """Lay out the pages of `codec` for `head_dim`; ConfigError if it does not take that."""
     row = codec.row_bytes(head_dim)
     offsets, end = [], 0
     for _ in ("K", "V"):
@@ -120,6 +127,8 @@ CODECS: Mapping[str, tuple[str, str]] = {
     "int4_g64": ("subten.codecs.affine", "INT4_G64"),
     "fp4": ("subten.codecs.fp4", "FP4"),
     "fp4_mx": ("subten.codecs.fp4", "FP4_MX"),
+    "int2": ("subten.codecs.int2", "INT2"),
+    "vq1.5": ("subten.codecs.vq", "VQ1_5"),
 }
 """Codec name, as `--kv-cache-dtype` takes it, to (module, attribute)."""
 

@@ -27,6 +27,9 @@ _TABLE: Mapping[str, tuple[str, str | None]] = {
     "experts": ("experts", "experts"),
     "kv_append": ("kv_append", "kv_append"),
     "attend": ("attend", "attend"),
+    "append_attend": ("append_attend", "append_attend"),
+    "attend_mixed": ("attend_mixed", None),
+    "demote": ("demote", None),
     "sample": ("sample", None),
 }
 
@@ -52,6 +55,9 @@ class Ops:
     experts: Callable[..., Any]
     kv_append: Callable[..., Any]
     attend: Callable[..., Any]
+    append_attend: Callable[..., Any]
+    attend_mixed: Callable[..., Any]
+    demote: Callable[..., Any]
     sample: Callable[..., Any]
     backend: Mapping[str, str]
 

@@ -7,25 +7,35 @@ N key positions, M rows of a tile (query tokens x heads of one KV head), Z split
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any
 
 import torch
 
 from subten.codecs import KVFormat
 from subten.core import PAGE_SIZE
-from subten.device import detect
-from subten.kernels.attend_plan import plan_attend
+from subten.kernels.attend_tiles import (
+    Partials,
+    load_queries,
+    make_partials,
+    merge,
+    plan_for,
+    softmax_step,
+    split_pages,
+    tile_args,
+    tile_constants,
+    tile_rows,
+    tile_span,
+)
+from subten.kernels.attend_tiles import num_sms as _num_sms
 from subten.kernels.kv_append import (
     check_pages,
     check_rotation,
+    codec_tables,
     page_planes,
     rotate_rows,
-    rotation_stages,
 )
 from subten.kernels.step import StepTensors
-from subten.kernels.triton_shim import tl, triton, triton_jit
+from subten.kernels.triton_shim import tl, triton_jit
 
 
 def attend(
@@ -63,46 +73,17 @@ def attend(
         # Triton's interpreter multiplies the bit patterns of bf16 dots and truncates bf16 casts.
         out_THD = attend(q_THD.float(), pages_PGB, fmt, step, scale=scale, rotation_DD=rotation_DD)
         return out_THD.to(q_THD.dtype)
-    num_tokens, num_heads, head_dim = q_THD.shape
+    num_tokens, num_heads, _ = q_THD.shape
     num_tiles = len(step.tile_seq_Q)
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     if num_tiles == 0 or num_tokens == 0:
         return out_THD
-    plan = plan_attend(
-        num_sms=_num_sms(q_THD.device),
-        num_tiles=num_tiles,
-        num_kv_heads=num_kv_heads,
-        group=num_heads // num_kv_heads,
-        head_dim=head_dim,
-        out_bytes=num_tokens * num_heads * head_dim * 4,
-        is_float32=q_THD.dtype == torch.float32,
-        max_query_len=step.max_query_len,
-        max_kv_len=step.max_kv_len,
-    )
-    part_THZD, lse_THZ = out_THD, out_THD
-    if plan.grid_splits > 1:
-        shape_THZ = (num_tokens, num_heads, plan.num_splits)
-        part_THZD = q_THD.new_empty(*shape_THZ, head_dim, dtype=torch.float32)
-        lse_THZ = q_THD.new_empty(shape_THZ, dtype=torch.float32)
-    tile_args = (
-        step.position_T,
-        step.kv_len_S,
-        step.query_start_S1,
-        step.tile_seq_Q,
-        step.tile_start_Q,
-        plan.num_splits,
-    )
-    shared = {
-        "NUM_HEADS": num_heads,
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": triton.next_power_of_2(head_dim),
-        "TILE_TOKENS": plan.tile_tokens,
-        "MIN_PAGES": plan.min_pages,
-        "PAGE": PAGE_SIZE,
-        "STAGES": rotation_stages(rotation_DD),
-    }
+    plan = plan_for(q_THD, num_kv_heads, step, _num_sms(q_THD.device))
+    is_split = plan.grid_splits > 1
+    partials = make_partials(q_THD, plan) if is_split else Partials(out_THD, out_THD)
+    constants = tile_constants(q_THD, plan, rotation_DD)
     _attend_kernel[(num_tiles, num_kv_heads * plan.head_blocks, plan.grid_splits)](
-        *tile_args,
+        *tile_args(step, plan),
         q_THD,
         *q_THD.stride(),
         pages_PGB,
@@ -110,8 +91,9 @@ def attend(
         pages_PGB.stride(1),
         step.page_table_SP,
         step.page_table_SP.stride(0),
-        part_THZD,
-        lse_THZ,
+        codec_tables(fmt.codec, pages_PGB),
+        partials.out_THZD,
+        partials.lse_THZ,
         scale * math.log2(math.e),
         DECODE=fmt.codec.device_decode,
         K_CODES=fmt.k_codes,
@@ -123,22 +105,13 @@ def attend(
         GROUP=num_heads // num_kv_heads,
         BLOCK_H=plan.block_heads,
         BLOCK_M=plan.block_rows,
-        IS_SPLIT=plan.grid_splits > 1,
-        **shared,
+        IS_SPLIT=is_split,
+        **constants,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
     )
-    if plan.grid_splits > 1:
-        head_blocks = -(-num_heads // plan.merge_heads)
-        _merge_kernel[(num_tiles, plan.tile_tokens * head_blocks)](
-            *tile_args,
-            part_THZD,
-            lse_THZ,
-            out_THD,
-            BLOCK_H=plan.merge_heads,
-            **shared,
-            num_warps=plan.merge_warps,
-        )
+    if is_split:
+        merge(partials, out_THD, step, plan, constants)
     return out_THD
 
 
@@ -220,21 +193,23 @@ def _attend_dense(
     return out_GMD.view(num_kv_heads, num_tokens, -1, head_dim).transpose(0, 1).reshape_as(q_THD)
 
 
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    return detect(str(device)).num_sms
-
-
 def check_attend(
     q_THD: torch.Tensor, pages_PGB: torch.Tensor, fmt: KVFormat, step: StepTensors
 ) -> int:
     """Assert what every backend of `attend` takes; the number of KV heads."""
-    num_tokens, num_heads, head_dim = q_THD.shape
     num_kv_heads = pages_PGB.shape[1]
-    assert head_dim == fmt.head_dim, (head_dim, fmt.head_dim)
+    check_pages(pages_PGB, num_kv_heads, fmt)
+    assert q_THD.device == pages_PGB.device, (q_THD.device, pages_PGB.device)
+    check_queries(q_THD, num_kv_heads, fmt.head_dim, step)
+    return num_kv_heads
+
+
+def check_queries(q_THD: torch.Tensor, num_kv_heads: int, head_dim: int, step: StepTensors) -> None:
+    """Assert that queries and step fit one another and `num_kv_heads` of `head_dim`."""
+    num_tokens, num_heads, query_dim = q_THD.shape
+    assert query_dim == head_dim, (query_dim, head_dim)
     assert q_THD.dtype in (torch.bfloat16, torch.float32), q_THD.dtype
     assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
-    check_pages(pages_PGB, num_kv_heads, fmt)
     assert step.position_T.shape == (num_tokens,), (step.position_T.shape, num_tokens)
     assert step.max_kv_len <= step.page_table_SP.shape[1] * PAGE_SIZE, (
         step.max_kv_len,
@@ -244,34 +219,9 @@ def check_attend(
     for name in ("page_table_SP", "kv_len_S", "query_start_S1", "tile_seq_Q", "tile_start_Q"):
         index = getattr(step, name)
         assert index.dtype == torch.int32, (name, index.dtype)
-        assert index.device == q_THD.device == pages_PGB.device, (name, index.device)
+        assert index.device == q_THD.device, (name, index.device, q_THD.device)
         assert index.dim() > 1 or index.is_contiguous(), (name, index.stride())
     assert step.position_T.dtype == torch.int64, step.position_T.dtype
-    return num_kv_heads
-
-
-@triton_jit
-def _tile_span(
-    position_ptr: tl.tensor,
-    kv_len_ptr: tl.tensor,
-    query_start_ptr: tl.tensor,
-    seq: tl.tensor,
-    tile_start: tl.tensor,
-    TILE_TOKENS: tl.constexpr,
-) -> Any:
-    """One past the tile's last token, and the number of keys that this token sees."""
-    tile_end = tl.minimum(tl.load(query_start_ptr + seq + 1), tile_start + TILE_TOKENS)
-    last_position = tl.load(position_ptr + tile_end - 1).to(tl.int32)
-    return tile_end, tl.minimum(tl.load(kv_len_ptr + seq), last_position + 1)
-
-
-@triton_jit
-def _split_pages(
-    num_keys: tl.tensor, num_splits: tl.tensor, MIN_PAGES: tl.constexpr, PAGE: tl.constexpr
-) -> Any:
-    """Pages in all, and pages of each split but the last, for a tile that sees `num_keys`."""
-    num_pages = tl.cdiv(num_keys, PAGE)
-    return num_pages, tl.maximum(tl.cdiv(num_pages, num_splits), MIN_PAGES)
 
 
 # Per query row m (token t, head h of the KV head's group) over the keys n that it sees:
@@ -314,6 +264,7 @@ def _attend_kernel(
     head_stride: tl.tensor,
     page_table_ptr: tl.tensor,
     page_table_stride: tl.tensor,
+    tables_ptr: tl.tensor,
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     scale_log2: tl.tensor,
@@ -344,26 +295,33 @@ def _attend_kernel(
     if seq < 0:
         return
     tile_start = tl.load(tile_start_ptr + tile)
-    tile_end, num_keys = _tile_span(
+    tile_end, num_keys = tile_span(
         position_ptr, kv_len_ptr, query_start_ptr, seq, tile_start, TILE_TOKENS
     )
-    num_pages, pages_per_split = _split_pages(num_keys, num_splits, MIN_PAGES, PAGE)
+    num_pages, pages_per_split = split_pages(num_keys, num_splits, MIN_PAGES, PAGE)
     first_page = split * pages_per_split
     if IS_SPLIT and first_page >= num_pages:
         return
 
-    row_M = tl.arange(0, BLOCK_M)
-    token_M = tile_start + row_M // BLOCK_H
-    group_head_M = (tl.program_id(1) % HEAD_BLOCKS) * BLOCK_H + row_M % BLOCK_H
-    head_M = kv_head * GROUP + group_head_M
-    mask_M = (token_M < tile_end) & (group_head_M < GROUP)
+    token_M, head_M, mask_M = tile_rows(
+        tl.program_id(1), tile_start, tile_end, GROUP, BLOCK_H, BLOCK_M
+    )
     position_M = tl.load(position_ptr + token_M, mask=mask_M, other=-1).to(tl.int32)
+    q_MD = load_queries(
+        q_ptr,
+        q_stride_t,
+        q_stride_h,
+        q_stride_d,
+        token_M,
+        head_M,
+        mask_M,
+        HEAD_DIM,
+        BLOCK_D,
+        STAGES,
+    )
+    dtype = q_MD.dtype
     d = tl.arange(0, BLOCK_D)
     mask_MD = mask_M[:, None] & (d < HEAD_DIM)[None, :]
-    q_row_M = token_M.to(tl.int64) * q_stride_t + head_M * q_stride_h
-    q_MD = tl.load(q_ptr + q_row_M[:, None] + d[None, :] * q_stride_d, mask=mask_MD, other=0.0)
-    dtype = q_MD.dtype
-    q_MD = rotate_rows(q_MD.to(tl.float32), STAGES).to(dtype)
     q_sum_M = tl.sum(q_MD.to(tl.float32), axis=1)
 
     max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -378,19 +336,15 @@ def _attend_kernel(
         key_N = index * PAGE + row_N
         mask_N = key_N < num_keys
         k_ND, k_scale_N, k_zero_N = DECODE(
-            page, row_N, mask_N, K_CODES, K_SCALE, K_ZERO, HEAD_DIM, BLOCK_D
+            page, row_N, mask_N, tables_ptr, K_CODES, K_SCALE, K_ZERO, HEAD_DIM, BLOCK_D
         )
         score_MN = tl.dot(q_MD, tl.trans(k_ND.to(dtype)), input_precision="ieee")
         score_MN = score_MN * k_scale_N[None, :] + q_sum_M[:, None] * k_zero_N[None, :]
         is_seen_MN = (key_N[None, :] <= position_M[:, None]) & mask_N[None, :]
         score_MN = tl.where(is_seen_MN, score_MN * scale_log2, float("-inf"))
-        next_max_M = tl.maximum(max_M, tl.max(score_MN, axis=1))
-        # A row that has seen nothing yet would subtract -inf from -inf.
-        shift_M = tl.where(next_max_M == float("-inf"), 0.0, next_max_M)
-        p_MN = tl.where(is_seen_MN, tl.exp2(score_MN - shift_M[:, None]), 0.0)
-        decay_M = tl.exp2(max_M - shift_M)
+        p_MN, decay_M, _, next_max_M = softmax_step(score_MN, is_seen_MN, max_M)
         v_ND, v_scale_N, v_zero_N = DECODE(
-            page, row_N, mask_N, V_CODES, V_SCALE, V_ZERO, HEAD_DIM, BLOCK_D
+            page, row_N, mask_N, tables_ptr, V_CODES, V_SCALE, V_ZERO, HEAD_DIM, BLOCK_D
         )
         # Scaled in FP32 and rounded once, to the dtype of the dot.
         scaled_MN = (p_MN * v_scale_N[None, :]).to(dtype)
@@ -411,68 +365,3 @@ def _attend_kernel(
         out_MD = rotate_rows(out_MD, STAGES)
     out = out_ptr + out_row_M[:, None] * HEAD_DIM + d[None, :]
     tl.store(out, out_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
-
-
-# Partial results of the splits z of one row (Dao et al. 2022, section 3.1; base-2 logarithms):
-#   lse = log2 sum_z 2 ** lse_z,   out = sum_z 2 ** (lse_z - lse) out_z,   then out R.
-#
-#   part [T, H, Z, D], lse [T, H, Z]: a program takes BLOCK_H heads of one token, z = 0, 1, ... in
-#   order, and only the splits that the row's tile really has, so that neither padding of the grid
-#   nor other sequences can change a bit.
-#
-# Bytes: 4 * Z * (D + 1) read a row, D elements written. Small next to the pages; not yet measured.
-@triton_jit
-def _merge_kernel(
-    position_ptr: tl.tensor,
-    kv_len_ptr: tl.tensor,
-    query_start_ptr: tl.tensor,
-    tile_seq_ptr: tl.tensor,
-    tile_start_ptr: tl.tensor,
-    num_splits: tl.tensor,
-    part_ptr: tl.tensor,
-    lse_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    MIN_PAGES: tl.constexpr,
-    PAGE: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> None:
-    tile = tl.program_id(0)
-    seq = tl.load(tile_seq_ptr + tile)
-    if seq < 0:
-        return
-    tile_start = tl.load(tile_start_ptr + tile)
-    tile_end, num_keys = _tile_span(
-        position_ptr, kv_len_ptr, query_start_ptr, seq, tile_start, TILE_TOKENS
-    )
-    token = tile_start + tl.program_id(1) % TILE_TOKENS
-    if token >= tile_end:
-        return
-    num_pages, pages_per_split = _split_pages(num_keys, num_splits, MIN_PAGES, PAGE)
-    head_H = (tl.program_id(1) // TILE_TOKENS) * BLOCK_H + tl.arange(0, BLOCK_H)
-    row_H = token.to(tl.int64) * NUM_HEADS + head_H
-    d = tl.arange(0, BLOCK_D)
-    mask_H = head_H < NUM_HEADS
-    mask_HD = mask_H[:, None] & (d < HEAD_DIM)[None, :]
-    max_H = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    sum_H = tl.zeros([BLOCK_H], tl.float32)
-    acc_HD = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    for split in range(tl.cdiv(num_pages, pages_per_split)):
-        part_row_H = row_H * num_splits + split
-        lse_H = tl.load(lse_ptr + part_row_H, mask=mask_H, other=float("-inf"))
-        part = part_ptr + part_row_H[:, None] * HEAD_DIM + d[None, :]
-        part_HD = tl.load(part, mask=mask_HD, other=0.0)
-        next_max_H = tl.maximum(max_H, lse_H)
-        shift_H = tl.where(next_max_H == float("-inf"), 0.0, next_max_H)
-        decay_H, weight_H = tl.exp2(max_H - shift_H), tl.exp2(lse_H - shift_H)
-        acc_HD = acc_HD * decay_H[:, None] + part_HD * weight_H[:, None]
-        sum_H = sum_H * decay_H + weight_H
-        max_H = next_max_H
-    sum_H = tl.where(sum_H == 0.0, 1.0, sum_H)
-    out_HD = rotate_rows(acc_HD / sum_H[:, None], STAGES)
-    out = out_ptr + row_H[:, None] * HEAD_DIM + d[None, :]
-    tl.store(out, out_HD.to(out_ptr.dtype.element_ty), mask=mask_HD)

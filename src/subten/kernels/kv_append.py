@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from subten.codecs import KVFormat
+from subten.codecs import KVCodec, KVFormat
 from subten.codecs.rotation import hadamard
 from subten.core import PAGE_SIZE
 from subten.kernels.norm_rope import norm_rope_torch
@@ -50,7 +50,7 @@ def kv_append(
     `rotation_DD` must be `codecs.rotation.hadamard(D)`: the kernel runs its butterfly instead of
     reading it. Wrong dtypes, devices, shapes or strides fail an assert.
     """
-    _check_append(k_TGD, v_TGD, pages_PGB, fmt, cos_sin_PD, position_T, slot_T, q_THD)
+    check_append(k_TGD, v_TGD, pages_PGB, fmt, cos_sin_PD, position_T, slot_T, q_THD)
     check_rotation(rotation_DD, fmt)
     num_tokens, num_kv_heads, head_dim = k_TGD.shape
     for weight_D in (norm_weight_D, q_norm_weight_D):
@@ -79,6 +79,7 @@ def kv_append(
         cos_sin_PD.stride(0),
         position_T,
         slot_T,
+        codec_tables(fmt.codec, pages_PGB),
         some if norm_weight_D is None else norm_weight_D,
         some if q_norm_weight_D is None else q_norm_weight_D,
         eps,
@@ -120,7 +121,7 @@ def kv_append_torch(
     q_norm_weight_D: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Twin of `kv_append`, and the CPU backend; any orthogonal `rotation_DD`."""
-    _check_append(k_TGD, v_TGD, pages_PGB, fmt, cos_sin_PD, position_T, slot_T, q_THD)
+    check_append(k_TGD, v_TGD, pages_PGB, fmt, cos_sin_PD, position_T, slot_T, q_THD)
     check_rotation(rotation_DD, fmt)
     out_THD = None
     if q_THD is not None and norm_weight_D is None and q_norm_weight_D is None:
@@ -178,6 +179,11 @@ def page_planes(
     )
 
 
+def codec_tables(codec: KVCodec, unused: torch.Tensor) -> torch.Tensor:
+    """The codec's tables on the device of `unused`, which stands in where it has none."""
+    return unused if codec.tables is None else codec.tables(unused.device)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AppendPlan:
     """Launch choice of `kv_append`."""
@@ -229,7 +235,7 @@ def _is_hadamard(rotation_DD: torch.Tensor) -> bool:
     return rotation_DD is expected_DD or torch.allclose(rotation_DD, expected_DD, atol=1e-6)
 
 
-def _check_append(
+def check_append(
     k_TGD: torch.Tensor,
     v_TGD: torch.Tensor,
     pages_PGB: torch.Tensor,
@@ -239,6 +245,7 @@ def _check_append(
     slot_T: torch.Tensor,
     q_THD: torch.Tensor | None,
 ) -> None:
+    """Assert what every backend of `kv_append` takes."""
     num_tokens, num_kv_heads, head_dim = k_TGD.shape
     if q_THD is not None:
         assert q_THD.shape[::2] == (num_tokens, head_dim), (q_THD.shape, k_TGD.shape)
@@ -348,6 +355,7 @@ def _kv_append_kernel(
     cos_sin_stride: tl.tensor,
     position_ptr: tl.tensor,
     slot_ptr: tl.tensor,
+    tables_ptr: tl.tensor,
     norm_weight_ptr: tl.tensor,
     q_norm_ptr: tl.tensor,
     eps: tl.tensor,
@@ -386,12 +394,12 @@ def _kv_append_kernel(
             k_N, k_stride_d, mask_N, angle_N, norm_weight_ptr, eps, HAS_NORM, HEAD_DIM, BLOCK_D
         )
         k_ND = rotate_rows(k_ND, STAGES)
-        ENCODE(k_ND, page_N, row_N, mask_N, K_CODES, K_SCALE, K_ZERO, HEAD_DIM, BLOCK_D)
+        ENCODE(k_ND, page_N, row_N, mask_N, tables_ptr, K_CODES, K_SCALE, K_ZERO, HEAD_DIM, BLOCK_D)
         v_N = v_ptr + token_N * v_stride_t + head * v_stride_g
         mask_ND = mask_N[:, None] & (d < HEAD_DIM)[None, :]
         v_ND = tl.load(v_N[:, None] + d[None, :] * v_stride_d, mask=mask_ND, other=0.0)
         v_ND = rotate_rows(v_ND.to(tl.float32), STAGES)
-        ENCODE(v_ND, page_N, row_N, mask_N, V_CODES, V_SCALE, V_ZERO, HEAD_DIM, BLOCK_D)
+        ENCODE(v_ND, page_N, row_N, mask_N, tables_ptr, V_CODES, V_SCALE, V_ZERO, HEAD_DIM, BLOCK_D)
     else:
         head -= NUM_KV_HEADS
         q_N = q_ptr + token_N * q_stride_t + head * q_stride_h

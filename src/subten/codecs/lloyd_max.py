@@ -1,0 +1,193 @@
+"""Lloyd-Max codes of 2 bits, and the 2 more bits that refine them (Max, 1960).
+
+    2 bits: magnitude 3 or 10 (threshold 6.5), and a sign;     x ~ norm * level
+    4 bits: each of the two cells of a sign cut in four at its own best levels.
+
+In units of norm = 0.151 deviations of a Gaussian, where 3 and 10 are the optimal pair to 1e-6 of
+the error (.11748), and eighths for the fine levels cost 0.3 % of theirs (.00976 against .00973; a
+code of 4 bits that is not nested has .0095). Whole numbers and eighths are exact in FP16 and BF16,
+so that a dot product of codes loses nothing.
+
+A 2-bit code is `is_outer + 2 * is_negative`; a fine code counts the levels of its cell from zero
+on. Both are packed alike: byte i of a row holds channels i, i + D/4, i + 2D/4 and i + 3D/4, from
+the lowest bits up.
+
+The norm is the least-squares one for its codes, rounded to BF16, and the codes are then the nearest
+levels under it. Sums are those of integers (fixed_point.py).
+
+Letters: N rows, D head_dim, Q D / 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from subten.codecs.bits import are_finite, check_rows, magnitude_bits, nan_where
+from subten.codecs.fixed_point import (
+    round_bf16,
+    round_bf16_device,
+    to_whole,
+    to_whole_device,
+)
+from subten.kernels.triton_shim import tl, triton_jit
+
+INNER, OUTER, THRESHOLD = 3.0, 10.0, 6.5
+
+FINE_LEVELS = (0.75, 2.375, 3.875, 5.625, 7.625, 10.125, 13.125, 17.625)
+"""Magnitudes of the 4-bit code: four of the inner cell, four of the outer one."""
+
+FINE_THRESHOLDS = (1.5625, 3.125, 4.75, THRESHOLD, 8.875, 11.625, 15.375)
+"""Half-way between neighbours, but for the one that the 2-bit code has set."""
+
+LIMIT = 2.2e38
+"""Larger magnitudes count as this: 10 norms of a row must not overflow where 6.5 do not."""
+
+_FIRST_NORM = 0.18917
+"""Norm over mean |x| of a Gaussian, 1 / (0.151 * 0.79788): where the least squares start."""
+
+_ROUNDS = 2
+"""Rounds of codes and norm in turn; a third would take 0.3 % off the error of Gaussian rows."""
+
+
+def norm_of(x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 rows -> `(x_ND, norm_N1)`: rows made finite and limited, and norms that BF16 holds.
+
+    The norm of a row with a NaN or an infinity is NaN, and its values are 0.
+    """
+    check_rows(x_ND)
+    is_finite_N1 = are_finite(x_ND)
+    x_ND = torch.where(is_finite_N1, x_ND, 0.0).clamp(-LIMIT, LIMIT)
+    head_dim = x_ND.shape[-1]
+    whole_ND, unit_N1 = to_whole(x_ND)
+    size_ND = whole_ND.abs_()
+    total_N1 = size_ND.sum(dim=-1, keepdim=True)
+    norm_N1 = total_N1.float() * (_FIRST_NORM / head_dim)
+    for _ in range(_ROUNDS):
+        is_outer_ND = size_ND > norm_N1 * THRESHOLD
+        outer_N1 = torch.where(is_outer_ND, size_ND, 0).sum(dim=-1, keepdim=True)
+        # <|x|, level> / <level, level>; 3 and 10, 9 and 100.
+        square_N1 = 9 * head_dim + 91 * is_outer_ND.sum(dim=-1, keepdim=True)
+        norm_N1 = (3 * total_N1 + 7 * outer_N1).float() / square_N1.float()
+    norm_N1 = round_bf16(norm_N1 * unit_N1)
+    return x_ND, torch.where(is_finite_N1, norm_N1, float("nan"))
+
+
+def magnitude_codes(x_ND: torch.Tensor, norm_N1: torch.Tensor) -> torch.Tensor:
+    """[N, D] int32 0..7: which of FINE_LEVELS is nearest; 4 and more are the outer cell."""
+    size_ND = x_ND.abs()
+    code_ND = torch.zeros_like(x_ND, dtype=torch.int32)
+    for threshold in FINE_THRESHOLDS:
+        code_ND += size_ND > norm_N1 * threshold
+    return code_ND
+
+
+def pack_pairs(code_ND: torch.Tensor) -> torch.Tensor:
+    """[N, D] integers below 4 -> [N, Q] uint8: channel i + kD/4 in bits 2k and 2k + 1."""
+    code_N4Q = code_ND.to(torch.uint8).unflatten(-1, (4, -1))
+    a, b, c, d = code_N4Q.unbind(dim=-2)
+    byte_NQ: torch.Tensor = a | b << 2 | c << 4 | d << 6
+    return byte_NQ
+
+
+def unpack_pairs(byte_NQ: torch.Tensor) -> torch.Tensor:
+    """[N, Q] uint8 -> [N, D] uint8 below 4; inverse of `pack_pairs`."""
+    parts = [byte_NQ & 3, byte_NQ >> 2 & 3, byte_NQ >> 4 & 3, byte_NQ >> 6]
+    return torch.cat(parts, dim=-1)
+
+
+@triton_jit
+def norm_of_device(x_ND: tl.tensor, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr) -> Any:
+    """Device twin of `norm_of`; `norm` comes as [N], and channels past HEAD_DIM are 0."""
+    x_ND = tl.where((tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], x_ND, 0.0)
+    is_bad_N = tl.max(magnitude_bits(x_ND), axis=1) >= 0x7F800000
+    x_ND = tl.where(is_bad_N[:, None], 0.0, x_ND)
+    x_ND = tl.minimum(tl.maximum(x_ND, -2.2e38), 2.2e38)
+    whole_ND, unit_N = to_whole_device(x_ND)
+    size_ND = tl.abs(whole_ND)
+    total_N = tl.sum(size_ND, axis=1)
+    norm_N = total_N.to(tl.float32) * (0.18917 / HEAD_DIM)
+    for _ in tl.static_range(2):
+        is_outer_ND = size_ND.to(tl.float32) > (norm_N * 6.5)[:, None]
+        outer_N = tl.sum(tl.where(is_outer_ND, size_ND, 0), axis=1)
+        square_N = 9 * HEAD_DIM + 91 * tl.sum(is_outer_ND.to(tl.int32), axis=1)
+        norm_N = tl.div_rn((3 * total_N + 7 * outer_N).to(tl.float32), square_N.to(tl.float32))
+    return x_ND, nan_where(is_bad_N, round_bf16_device(norm_N * unit_N))
+
+
+@triton_jit
+def magnitude_codes_device(x_ND: tl.tensor, norm_N: tl.tensor) -> Any:
+    """Device twin of `magnitude_codes`."""
+    size_ND, norm_N1 = tl.abs(x_ND), norm_N[:, None]
+    code_ND = (size_ND > norm_N1 * 1.5625).to(tl.int32)
+    code_ND += (size_ND > norm_N1 * 3.125).to(tl.int32)
+    code_ND += (size_ND > norm_N1 * 4.75).to(tl.int32)
+    code_ND += (size_ND > norm_N1 * 6.5).to(tl.int32)
+    code_ND += (size_ND > norm_N1 * 8.875).to(tl.int32)
+    code_ND += (size_ND > norm_N1 * 11.625).to(tl.int32)
+    code_ND += (size_ND > norm_N1 * 15.375).to(tl.int32)
+    return code_ND
+
+
+@triton_jit
+def store_pairs(
+    row_ptr_N: tl.tensor,
+    code_ND: tl.tensor,
+    mask_N: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Device twin of `pack_pairs`: int32 codes below 4 to the Q bytes at `row_ptr_N`."""
+    QUARTER: tl.constexpr = HEAD_DIM // 4
+    NUM_ROWS: tl.constexpr = code_ND.shape[0]
+    byte_Q = tl.arange(0, BLOCK_D // 4)
+    if HEAD_DIM == BLOCK_D:
+        shift = (2 * tl.arange(0, 4))[None, :, None]
+        byte_NQ = tl.sum(tl.reshape(code_ND, (NUM_ROWS, 4, BLOCK_D // 4)) << shift, axis=1)
+    else:
+        index_NQ = tl.broadcast_to(byte_Q[None, :], (NUM_ROWS, BLOCK_D // 4))
+        byte_NQ = tl.gather(code_ND, index_NQ, axis=1)
+        for part in tl.static_range(1, 4):
+            # Bytes past Q are not stored; their index only has to be inside the tile.
+            part_NQ = tl.minimum(index_NQ + part * QUARTER, BLOCK_D - 1)
+            byte_NQ |= tl.gather(code_ND, part_NQ, axis=1) << (2 * part)
+    mask_NQ = mask_N[:, None] & (byte_Q < QUARTER)[None, :]
+    tl.store(row_ptr_N[:, None] + byte_Q[None, :], byte_NQ.to(tl.uint8), mask=mask_NQ)
+
+
+@triton_jit
+def load_pairs(
+    row_ptr_N: tl.tensor, mask_N: tl.tensor, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+) -> Any:
+    """Device twin of `unpack_pairs`: int32 [N, BLOCK_D]; 0 where masked or past HEAD_DIM."""
+    QUARTER: tl.constexpr = HEAD_DIM // 4
+    d = tl.arange(0, BLOCK_D)
+    mask_ND = mask_N[:, None] & (d < HEAD_DIM)[None, :]
+    # The four parts of a row read the same bytes: after the first, from L1, and no value moves
+    # between threads.
+    byte_ND = tl.load(row_ptr_N[:, None] + (d % QUARTER)[None, :], mask=mask_ND, other=0)
+    return (byte_ND.to(tl.int32) >> (2 * (d // QUARTER))[None, :]) & 3
+
+
+@triton_jit
+def level_2bit(code_ND: tl.tensor) -> Any:
+    """2-bit codes (int32) -> 3, 10, -3 or -10 in float32, by their bits."""
+    # 10 is 3 plus 0xE00000 in the pattern of a float; the sign is the top bit.
+    bits_ND = (0x40400000 + (code_ND & 1) * 0x00E00000) | ((code_ND & 2) << 30)
+    return bits_ND.to(tl.float32, bitcast=True)
+
+
+@triton_jit
+def level_4bit(code_ND: tl.tensor, fine_ND: tl.tensor) -> Any:
+    """2-bit codes and the codes that refine them (int32) -> the signed FINE_LEVELS, float32."""
+    is_low_ND, is_even_ND = fine_ND < 2, (fine_ND & 1) == 0
+    inner_ND = tl.where(
+        is_low_ND, tl.where(is_even_ND, 0.75, 2.375), tl.where(is_even_ND, 3.875, 5.625)
+    )
+    outer_ND = tl.where(
+        is_low_ND, tl.where(is_even_ND, 7.625, 10.125), tl.where(is_even_ND, 13.125, 17.625)
+    )
+    size_ND = tl.where((code_ND & 1) == 0, inner_ND, outer_ND)
+    bits_ND = size_ND.to(tl.int32, bitcast=True) | ((code_ND & 2) << 30)
+    return bits_ND.to(tl.float32, bitcast=True)
