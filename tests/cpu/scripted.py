@@ -126,14 +126,20 @@ class ScriptedModel:
         page_T, row_T = page_T[is_kept_T], row_T[is_kept_T]
         rows_PR[page_T, row_T] = token_T[is_kept_T]
         rows_PR[page_T, row_T + PAGE_SIZE] = step.position_T.int()[is_kept_T]
-        logits_SV = torch.full((len(step.kv_len_S), VOCAB_SIZE), torch.nan)
+        # A row for each sequence, or one for each token of a single one.
+        has_all_rows = len(step.logit_row_S) > len(step.kv_len_S)
+        logits_SV = torch.full((len(step.logit_row_S), VOCAB_SIZE), torch.nan)
         for s, kv_len in enumerate(step.kv_len_S.tolist()):
             num_pages = -(-kv_len // PAGE_SIZE)
             both_PR = rows_PR[step.page_table_SP[s, :num_pages].long()]
             positions = both_PR[:, PAGE_SIZE:].flatten()[:kv_len].tolist()
             assert positions == list(range(kv_len)), positions
             history = tuple(both_PR[:, :PAGE_SIZE].flatten()[:kv_len].tolist())
-            if NAN_MARK not in history:
+            if has_all_rows:
+                for row, position in enumerate(step.position_T.tolist()):
+                    if NAN_MARK not in history[: position + 1]:
+                        logits_SV[row] = self._row(history[: position + 1])
+            elif NAN_MARK not in history:
                 logits_SV[s] = self._row(history)
         return logits_SV
 

@@ -5,36 +5,18 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+import scripted_engine
 import torch
-from scripted import (
-    EOS,
-    FAKE_FORMAT,
-    VOCAB_SIZE,
-    ScriptedModel,
-    hash_script,
-    noise_script,
-)
+from scripted import EOS, VOCAB_SIZE, ScriptedModel, hash_script, noise_script
+from scripted_engine import drain, expected, make_request, tokens_of
 
-from subten.cache.allocator import PageAllocator
-from subten.cache.pool import PagePool
-from subten.core import (
-    FinishReason,
-    Request,
-    RequestError,
-    SamplingParams,
-    TokenEvent,
-)
+from subten.core import FinishReason, OverloadError, Request, RequestError, TokenEvent
 from subten.engine.engine import Engine
-from subten.engine.graphs import DecodeGraphs
-from subten.engine.prefill_graphs import PrefillGraphs
-from subten.engine.runner import Runner
-from subten.engine.scheduler import Scheduler
+from subten.engine.stop import NoText, TextOutput
 from subten.kernels.sample import sample_torch
 
 
@@ -47,83 +29,8 @@ def has_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 HAS_GRAPHS = False
 
 
-def make_engine(
-    model: ScriptedModel | None = None,
-    *,
-    num_pages: int = 32,
-    max_num_seqs: int = 8,
-    max_num_batched_tokens: int = 256,
-    max_model_len: int = 4096,
-    enable_prefix_caching: bool = True,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Engine:
-    pool = PagePool(1, num_pages, 1, FAKE_FORMAT, torch.device("cpu"))
-    pool.pages_LPGB.fill_(0xFF)
-    device = torch.device("cpu")
-    model = model or ScriptedModel()
-    graphs: dict[str, Any] = {}
-    if HAS_GRAPHS:
-        settings = {
-            "sample": sample_torch,
-            "max_model_len": max_model_len,
-            "device": device,
-            "capture": lambda step: step,
-        }
-        graphs = {
-            "graphs": DecodeGraphs(model, pool, max_batch=max_num_seqs, **settings),
-            "prefill_graphs": PrefillGraphs(model, pool, **settings),
-        }
-    runner = Runner(
-        model, pool, sample=sample_torch, vocab_size=VOCAB_SIZE, device=device, **graphs
-    )
-    scheduler = Scheduler(
-        PageAllocator(num_pages, enable_prefix_caching),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-    )
-    return Engine(scheduler, runner, clock=clock)
-
-
-def make_request(name: str, prompt: list[int], *, seed: int = 0, **sampling: object) -> Request:
-    params = {"max_tokens": 10, "temperature": 0.0} | sampling
-    return Request(
-        request_id=name,
-        prompt_token_ids=tuple(prompt),
-        sampling=SamplingParams(**params),
-        seed=seed,
-        eos_token_ids=(EOS,),
-    )
-
-
-def expected(request: Request) -> list[int]:
-    """What the default script says to this request, greedily."""
-    tokens = list(request.prompt_token_ids)
-    for _ in range(request.sampling.max_tokens):
-        tokens.append(hash_script(tuple(tokens)))
-    return tokens[len(request.prompt_token_ids) :]
-
-
-def drain(engine: Engine, earlier: Iterable[TokenEvent] = ()) -> dict[str, list[TokenEvent]]:
-    """Step until nothing is left; all events by request, each stream complete and in order."""
-    events: dict[str, list[TokenEvent]] = defaultdict(list)
-    for event in earlier:
-        events[event.request_id].append(event)
-    while engine.has_work:
-        for event in engine.step():
-            events[event.request_id].append(event)
-    engine.scheduler.check_integrity()
-    assert engine.scheduler.allocator.num_used == 0
-    for name, own in events.items():
-        ends = [event for event in own if event.finish_reason is not None]
-        assert ends == own[-1:], (name, ends)
-        indices = [event.index for event in own if event.token_id is not None]
-        assert indices == list(range(len(indices))), (name, indices)
-    return events
-
-
-def tokens_of(events: list[TokenEvent]) -> list[int]:
-    return [event.token_id for event in events if event.token_id is not None]
+def make_engine(model: ScriptedModel | None = None, **settings: Any) -> Engine:
+    return scripted_engine.make_engine(model, has_graphs=HAS_GRAPHS, **settings)
 
 
 def test_five_together_are_each_alone() -> None:
@@ -169,6 +76,154 @@ def test_shared_beginning_gives_the_tokens_of_an_unshared_one() -> None:
         record = engine.add(request)
         assert tokens_of(drain(engine)[name]) == expected(request)
     assert record.num_cached == 192
+
+
+def weak_hash(_parent: bytes, _salt: str, tokens: tuple[int, ...]) -> bytes:
+    return bytes([sum(tokens) % 4])
+
+
+# Case A17: every key collides with a quarter of the others, and nobody's tokens change.
+def test_colliding_pages_are_never_another_prompts() -> None:
+    engine = make_engine(page_hash=weak_hash, max_num_seqs=4, num_pages=24)
+    rng = random.Random()
+    beginnings = [[4 * rng.randrange(60) for _ in range(64)] for _ in range(3)]
+    requests = [
+        make_request(
+            str(i),
+            [*rng.choice(beginnings), *rng.choice(beginnings), i],
+            max_tokens=4,
+            tenant=rng.choice(["", "a", "b"]),
+        )
+        for i in range(30)
+    ]
+    events: list[TokenEvent] = []
+    for request in requests:
+        engine.add(request)
+        events += engine.step()
+    streams = drain(engine, events)
+    for request in requests:
+        assert tokens_of(streams[request.request_id]) == expected(request)
+    # Of pages whose keys collide one is found, the first that was made known.
+    engine.scheduler.allocator.flush()
+    for name in ("first", "again"):
+        record = engine.add(make_request(name, [*beginnings[0], 1], max_tokens=1))
+        drain(engine)
+    assert record.num_cached == 64
+
+
+# Case A17, the other half: equal tokens under another tenant, model or format are other pages.
+@pytest.mark.parametrize("tenant", ["", "other"])
+@pytest.mark.parametrize("scope", [("m", "bf16"), ("m", "int4"), ("n", "bf16")])
+def test_pages_are_found_again_under_the_same_names_alone(
+    tenant: str, scope: tuple[str, ...]
+) -> None:
+    engine = make_engine(cache_scope=("m", "bf16"))
+    engine.add(make_request("first", [1] * 130))
+    drain(engine)
+    engine.scheduler._cache_scope = scope
+    record = engine.add(make_request("second", [1] * 130, tenant=tenant))
+    assert tokens_of(drain(engine)["second"]) == expected(make_request("x", [1] * 130))
+    assert record.num_cached == (128 if (tenant, scope) == ("", ("m", "bf16")) else 0)
+
+
+def test_refused_for_overload_is_counted_and_leaves_no_trace() -> None:
+    engine = make_engine(max_num_seqs=1, max_queue=1)
+    engine.add(make_request("a", [1]))
+    with pytest.raises(OverloadError):
+        engine.add(make_request("b", [2]))
+    assert (engine.stats.num_accepted, engine.stats.num_overloaded) == (1, 1)
+    assert not engine.cancel("b")
+    assert list(drain(engine)) == ["a"]
+
+
+class Failing(NoText):
+    """A detokeniser that fails at a token, or at the end."""
+
+    def __init__(self, at: int | None) -> None:
+        self.at = at
+        self.num_pushed = 0
+
+    def push(self, token_id: int) -> str:
+        self.num_pushed += 1
+        if self.num_pushed == self.at:
+            raise ValueError("no such byte")
+        return chr(token_id)
+
+    def flush(self) -> str:
+        if self.at is None:
+            raise ValueError("no such end")
+        return ""
+
+
+# Reliability T6: what one request's text does, no other request sees.
+@pytest.mark.parametrize(("at", "num_tokens"), [(1, 1), (3, 3), (None, 10)])
+def test_text_that_fails_ends_its_own_request_alone(at: int | None, num_tokens: int) -> None:
+    engine = make_engine()
+    own, other = make_request("own", [1]), make_request("other", [2])
+    engine.add(own, TextOutput(Failing(at)))
+    engine.add(other, TextOutput(Failing(99)))
+    events = drain(engine)
+    assert tokens_of(events["own"]) == expected(own)[:num_tokens]
+    assert events["own"][-1].finish_reason is FinishReason.ERROR
+    assert events["own"][-1].finish_detail.startswith("the text failed: ValueError: no such")
+    assert tokens_of(events["other"]) == expected(other)
+    assert engine.stats.num_ended == {FinishReason.ERROR: 1, FinishReason.LENGTH: 1}
+
+
+def test_pages_that_fail_end_their_own_request_alone() -> None:
+    broken: list[str] = []
+
+    def fault(point: str) -> None:
+        if point in broken:
+            raise MemoryError(point)
+
+    engine = make_engine(fault=fault)
+    other = make_request("other", [2], max_tokens=20)
+    engine.add(other)
+    first = engine.step()
+    engine.add(make_request("own", [1] * 70))
+    broken.append("kv.alloc")
+    first += engine.step()
+    broken.clear()
+    events = drain(engine, first)
+    assert [e.finish_reason for e in events["own"]] == [FinishReason.ERROR]
+    assert "its pages could not be had: MemoryError" in events["own"][0].finish_detail
+    assert tokens_of(events["other"]) == expected(other)
+
+
+# Reliability 2.3 on the true runner: whichever copy or launch fails, the next request is served.
+@pytest.mark.parametrize("point", ["copy.in", "sample", "step"])
+def test_whichever_call_fails_the_engine_goes_on(point: str) -> None:
+    def run(fail_at: int) -> int:
+        num_calls = 0
+
+        def fault(called: str) -> None:
+            nonlocal num_calls
+            num_calls += called == point
+            if called == point and num_calls == fail_at:
+                raise RuntimeError(point)
+
+        engine = make_engine(fault=fault, num_pages=6)
+        params = {"max_tokens": 3, "presence_penalty": 0.5, "logit_bias": {EOS: -100.0}}
+        for name, prompt in (("a", [1] * 70), ("b", [2]), ("c", [3] * 65)):
+            engine.add(make_request(name, prompt, logprobs=1, **params))
+        events: list[TokenEvent] = []
+        while engine.has_work:
+            try:
+                events += engine.step()
+            except RuntimeError:
+                assert num_calls == fail_at
+        assert sum(engine.stats.num_ended.values()) == 3
+        assert engine.scheduler.allocator.num_used == 0
+        engine.scheduler.check_integrity()
+        num_before, fail_at = num_calls, 0
+        clean = make_request("clean", [5] * 66, max_tokens=3)
+        engine.add(clean)
+        assert tokens_of(drain(engine)["clean"]) == expected(clean)
+        return num_before
+
+    for k in range(1, run(0) + 1):
+        run(k)
 
 
 def test_each_step_runs_at_most_one_copy_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,13 +449,13 @@ def test_penalties_are_dense_only_where_someone_needs_them(
         seen.append(params.prompt_mask_SV is not None)
         return sample_torch(logits_SV, params)
 
-    monkeypatch.setattr(engine.runner, "_sample", sample)
+    monkeypatch.setattr(engine.runner._sampler, "_sample", sample)
     engine.add(make_request("a", [1], max_tokens=2))
     drain(engine)
     engine.add(make_request("b", [1], max_tokens=2, presence_penalty=0.5))
     drain(engine)
     assert seen == [False, False, True, True]
-    assert engine.runner._counts == {}
+    assert engine.runner._sampler._counts == {}
 
 
 def test_ids_in_use_and_impossible_prompts_are_refused_and_not_counted() -> None:

@@ -24,6 +24,7 @@ from subten.config import EngineConfig
 from subten.core import (
     ConfigError,
     FinishReason,
+    OverloadError,
     RequestError,
     SamplingParams,
     UserError,
@@ -294,6 +295,47 @@ def test_failed_request_is_reported_beside_the_others() -> None:
     assert bad.token_ids == ()
     assert (bad.ttft_ms, bad.tpot_ms) == (None, None)
     assert good.token_ids == tuple(says("good"))
+
+
+def test_logprobs_come_with_chunks_and_completions() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=2, prompt_logprobs=0)
+    llm = scripted_llm()
+    chunks = list(llm.stream("abc", params))
+    completion = chunks[-1].completion
+    assert completion is not None and completion.logprobs is not None
+    assert [chunk.logprobs for chunk in chunks] == list(completion.logprobs)
+    assert [told.token_id for told in completion.logprobs] == list(completion.token_ids)
+    assert completion.prompt_logprobs is not None
+    told = [logprobs.token_id for logprobs in completion.prompt_logprobs]
+    assert told == list(completion.prompt_token_ids[1:])
+    (plain,) = llm.generate("abc", GREEDY)
+    assert plain.logprobs is None and plain.prompt_logprobs is None
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"logit_bias": {VOCAB_SIZE: 1}}, {"allowed_token_ids": (VOCAB_SIZE,)}],
+)
+def test_ids_that_no_token_has_are_refused(params: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"{next(iter(params))}: got {VOCAB_SIZE}"):
+        scripted_llm().generate("abc", SamplingParams(**params))
+
+
+def test_full_queue_refuses_and_leaves_nothing_behind() -> None:
+    llm = scripted_llm(max_num_seqs=1, max_queue=2)
+    with pytest.raises(OverloadError, match="allowed: 2"):
+        llm.generate(["a", "b", "c"], GREEDY)
+    completions = llm.generate(["a", "b"], GREEDY)
+    assert [c.token_ids for c in completions] == [tuple(says("a")), tuple(says("b"))]
+    assert llm.engine.scheduler.allocator.num_used == 0
+
+
+def test_least_length_holds_for_stop_strings_too() -> None:
+    llm = scripted_llm(list_script({"a": [120, 121, 120, 121, 122]}))
+    params = {"temperature": 0.0, "stop": ("xy",)}
+    (stopped,) = llm.generate("a", SamplingParams(**params))
+    (held,) = llm.generate("a", SamplingParams(**params, min_tokens=2))
+    assert (stopped.text, held.text) == ("", "xy")
 
 
 def test_instances_are_independent() -> None:

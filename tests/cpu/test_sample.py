@@ -28,6 +28,16 @@ NEUTRAL: dict[str, tuple[Any, torch.dtype]] = {
 NO_PENALTY = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}
 
 
+def packed(allowed: torch.Tensor) -> torch.Tensor:
+    """bool [S, V] -> int32 words, lowest bit first, one token after another."""
+    num_rows, vocab = allowed.shape
+    words = torch.zeros(num_rows, -(-vocab // 32), dtype=torch.int32)
+    for row, token in allowed.nonzero().tolist():
+        bit = 1 << token % 32
+        words[row, token // 32] |= bit - 2**32 if bit == 2**31 else bit
+    return words
+
+
 def settings(num_rows: int, device: torch.device, **given: Any) -> SamplingTensors:
     """Each setting a number for all rows or a list of one for each."""
     values: dict[str, Any] = {}
@@ -40,6 +50,10 @@ def settings(num_rows: int, device: torch.device, **given: Any) -> SamplingTenso
         for name, neutral in NO_PENALTY.items():
             value = torch.tensor(given.pop(name, neutral), dtype=torch.float32)
             values[f"{name}_S"] = value.expand(num_rows).contiguous().to(device)
+    if "bias" in given:
+        values["bias_SV"] = given.pop("bias").float().contiguous().to(device)
+    if "allowed" in given:
+        values["mask_SW"] = packed(given.pop("allowed")).to(device)
     assert not given, given
     return SamplingTensors(**values)
 
@@ -369,6 +383,114 @@ def test_penalties(op: Any, given: dict[str, float], device: torch.device) -> No
         token, is_ok = op(torch.tensor(rows, device=device), params)
         assert bool(is_ok.all())
         assert token.tolist() == expected
+
+
+def changed(
+    logits: list[float], bias: list[float], allowed: list[bool], *penalty: Any
+) -> list[float]:
+    """Bias, penalties, mask on Python floats."""
+    biased = [x + b for x, b in zip(logits, bias, strict=True)]
+    return [
+        x if is_allowed else -INF
+        for x, is_allowed in zip(penalised(biased, *penalty), allowed, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 97])
+@pytest.mark.usefixtures("poisoned")
+def test_bias_and_mask(
+    op: Any, vocab: int, generator: torch.Generator, device: torch.device
+) -> None:
+    """Numbers of few bits, so that no sum rounds and equal ones are equal."""
+    num_rows = 6
+
+    def rounded(scale: int, num: int = vocab) -> torch.Tensor:
+        return torch.randint(-scale, scale + 1, (num_rows, num), generator=generator) / 2
+
+    logits, bias = rounded(20), rounded(200)
+    allowed = torch.rand(num_rows, vocab, generator=generator) < 0.5
+    allowed[:, torch.randint(vocab, (), generator=generator)] = True
+    count = torch.randint(3, (num_rows, vocab), generator=generator)
+    prompt = torch.rand(num_rows, vocab, generator=generator) < 0.3
+    penalty = {"repetition": 2.0, "presence": 0.5, "frequency": -1.0}
+    expected = []
+    for row in range(num_rows):
+        output = [v for v in range(vocab) for _ in range(int(count[row, v]))]
+        inside = {v for v in range(vocab) if prompt[row, v]}
+        exact = changed(
+            logits[row].tolist(), bias[row].tolist(), allowed[row].tolist(), inside, output, penalty
+        )
+        expected.append(exact.index(max(exact)))
+    common = {"bias": bias, "allowed": allowed, "prompt_mask": prompt, "output_count": count}
+    for others in ({"temperature": 0.0}, {"temperature": 1e-6, "top_k": 1}):
+        params = settings(num_rows, device, **others, **common, **penalty)
+        token, is_ok = op(logits.to(device), params)
+        assert bool(is_ok.all())
+        assert token.tolist() == expected
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_masked_tokens_are_never_drawn_and_the_others_are(op: Any, device: torch.device) -> None:
+    logits = [5.0, 1.0, 4.0, 1.0, 1.0, 9.0]
+    allowed = torch.tensor([[False, True, False, True, True, False]])
+    for given in ({}, {"top_k": 3}, {"top_p": 0.99}, {"min_p": 0.9}, {"temperature": 1e6}):
+        count = 25
+        tokens = draws(op, logits, count, device, allowed=allowed.expand(count, -1), **given)
+        assert set(tokens) == {1, 3, 4}, given
+        bias = torch.tensor([[-100.0, 0.0, -100.0, 0.0, 0.0, -100.0]]).expand(count, -1)
+        assert set(draws(op, logits, count, device, bias=bias, **given)) <= {1, 3, 4} | (
+            {0, 2, 5} if given.get("temperature") else set()
+        )
+
+
+# Case A10: greedy and sampled rows beside each other, masks with nothing in them, NaN under a mask.
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.usefixtures("poisoned")
+def test_rows_whose_mask_leaves_nothing_are_told(op: Any, device: torch.device) -> None:
+    rows = [[1.0, 2.0, -INF], [1.0, 2.0, -INF], [1.0, 2.0, -INF], [1.0, math.nan, 3.0], [3e38] * 3]
+    allowed = [[1, 0, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0], [0, 0, 1]]
+    for given in (
+        {"temperature": [0.0, 1.0, 0.0, 1.0, -0.0]},
+        {"temperature": [1.0, 0.0, 1e-12, 0.0, 1.0], "top_p": [0.0, 1.0, 0.5, 1.0, 1e-12]},
+        {"top_k": [-1, 0, 1, 3, 4], "min_p": [0.0, 1.0, 1e-12, 0.5, 1.0]},
+    ):
+        mask = torch.tensor(allowed, dtype=torch.bool)
+        params = settings(5, device, allowed=mask, bias=torch.full((5, 3), 100.0), **given)
+        token, is_ok = op(torch.tensor(rows, device=device), params)
+        assert is_ok.tolist() == [True, False, False, False, True], given
+        assert token.tolist() == [0, 0, 0, 0, 2], given
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("vocab", [33, 1025])
+@pytest.mark.usefixtures("poisoned")
+def test_backends_choose_the_same_of_changed_logits(
+    vocab: int,
+    randn: Callable[..., torch.Tensor],
+    generator: torch.Generator,
+    device: torch.device,
+) -> None:
+    logits = hard_logits(vocab, randn)[[0, 1, 2, 4]]
+    chosen = torch.randint(len(SETTINGS), (4,), generator=generator).tolist()
+    columns = {
+        name: [SETTINGS[i].get(name, neutral) for i in chosen]
+        for name, (neutral, _) in NEUTRAL.items()
+    }
+    columns["seed"] = torch.randint(2**62, (4,), generator=generator).tolist()
+    columns |= {
+        "bias": torch.randn(4, vocab, generator=generator) * 3,
+        "allowed": torch.rand(4, vocab, generator=generator) < 0.6,
+        "prompt_mask": torch.rand(4, vocab, generator=generator) < 0.3,
+        "output_count": torch.randint(3, (4, vocab), generator=generator),
+        "repetition": [1.1, 0.7, 1.0, 3.0],
+        "frequency": [0.3, 0.0, -1.0, 2.0],
+    }
+    params = settings(4, device, **columns)
+    token, is_ok = sample(logits, params)
+    twin_token, twin_is_ok = sample_torch(logits, params)
+    assert is_ok.tolist() == twin_is_ok.tolist()
+    assert token.tolist() == twin_token.tolist(), chosen
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
-from subten.cache.allocator import PageAllocator
+from subten.cache.allocator import PageAllocator, PageHash, page_key
 from subten.core import (
     PAGE_SIZE,
     Batch,
+    Fault,
     FinishReason,
+    OverloadError,
     Request,
     RequestError,
     SamplingParams,
     Sequence,
+    SequenceStatus,
+    no_fault,
 )
 from subten.engine.scheduler import BAD_LOGITS, Scheduler
 
@@ -27,21 +32,28 @@ def make_scheduler(
     max_num_batched_tokens: int = 256,
     max_model_len: int = 10**6,
     enable_prefix_caching: bool = True,
+    page_hash: PageHash = page_key,
+    fault: Fault = no_fault,
+    **settings: Any,
 ) -> Scheduler:
     return Scheduler(
-        PageAllocator(num_pages, enable_prefix_caching),
+        PageAllocator(num_pages, enable_prefix_caching, page_hash=page_hash, fault=fault),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
+        **settings,
     )
 
 
-def make_request(name: str, num_prompt: int, *, max_tokens: int = 16, first: int = 0) -> Request:
+def make_request(
+    name: str, num_prompt: int, *, max_tokens: int = 16, first: int = 0, tenant: str = ""
+) -> Request:
     return Request(
         request_id=name,
         prompt_token_ids=tuple(range(first, first + num_prompt)),
         sampling=SamplingParams(max_tokens=max_tokens),
         seed=0,
+        tenant=tenant,
     )
 
 
@@ -131,6 +143,124 @@ def test_decoders_go_first_and_prefill_takes_the_rest_of_the_budget() -> None:
     assert run_step(scheduler).num_tokens == 3
 
 
+def test_a_long_prompt_holds_decoders_no_longer_than_asked() -> None:
+    scheduler = make_scheduler(32, max_num_batched_tokens=100, max_prefill_tokens=30)
+    scheduler.add(make_request("alone", 90, max_tokens=1))
+    # Nobody waits for a token: the whole budget.
+    assert run_step(scheduler).num_tokens == 90
+    for name in "ab":
+        scheduler.add(make_request(name, 5, max_tokens=1000, first=1000 + ord(name)))
+    run_step(scheduler)
+    for i in range(3):
+        scheduler.add(make_request(f"long {i}", 70, max_tokens=2, first=5000 + 1000 * i))
+    seen = []
+    while len(scheduler.running) > 2 or scheduler.waiting:
+        batch = run_step(scheduler)
+        chunks = [i.num_tokens for i in batch.items if i.num_tokens > 1]
+        assert [i.sequence.request.request_id for i in batch.items[:2]] == ["a", "b"]
+        # The last token of a prompt may come as a chunk of one.
+        assert sum(chunks) <= 30
+        seen.append(batch.num_tokens - sum(i.num_tokens == 1 for i in batch.items[:3]))
+    # 3 * 70 tokens, 30 a step.
+    assert len(seen) in (8, 9), seen
+
+
+def test_no_more_wait_than_allowed() -> None:
+    scheduler = make_scheduler(2, max_num_seqs=1, max_queue=2)
+    for name in "ab":
+        scheduler.add(make_request(name, 10))
+    with pytest.raises(OverloadError, match="queue: 2 requests are waiting; allowed: 2"):
+        scheduler.add(make_request("c", 10))
+    # What can never be served is told so, queue or not.
+    with pytest.raises(RequestError, match="got 200 tokens"):
+        scheduler.add(make_request("long", 200))
+    run_step(scheduler)
+    scheduler.add(make_request("c", 10))
+    with pytest.raises(OverloadError):
+        scheduler.add(make_request("d", 10))
+    drain(scheduler)
+    scheduler.add(make_request("d", 10))
+
+
+def test_pages_are_shared_within_a_tenant_alone() -> None:
+    """Names that run into each other are no less apart."""
+    tenants = ["", "a", "ab", "1:a", "0:"]
+    scopes: list[tuple[str, ...]] = [(), ("m",), ("m", "int4"), ("mint4",), ("m", "int", "4")]
+    salts = set()
+    for scope in scopes:
+        scheduler = make_scheduler(32, cache_scope=scope)
+        for tenant in tenants:
+            sequences = [
+                scheduler.add(make_request(str(i), 130, max_tokens=1, tenant=tenant))
+                for i in range(2)
+            ]
+            run_step(scheduler)
+            drain(scheduler)
+            again = scheduler.add(make_request("again", 130, max_tokens=1, tenant=tenant))
+            drain(scheduler)
+            assert [s.num_cached for s in (*sequences, again)] == [0, 0, 128], (scope, tenant)
+            salts.add(scheduler._salt(again))
+    assert len(salts) == len(tenants) * len(scopes)
+
+
+@pytest.mark.parametrize("num_running", [0, 2])
+def test_pages_that_cannot_be_had_fail_their_own_sequence(num_running: int) -> None:
+    is_broken = False
+
+    def fault(point: str) -> None:
+        if is_broken:
+            raise MemoryError(point)
+
+    scheduler = make_scheduler(16, fault=fault)
+    # Two pages of its prompt are known, and must not stay held.
+    scheduler.add(make_request("before", 130, max_tokens=1))
+    drain(scheduler)
+    others = [
+        scheduler.add(make_request(str(i), 30, max_tokens=50, first=1000 * i + 500))
+        for i in range(num_running)
+    ]
+    if others:
+        run_step(scheduler)
+    own = scheduler.add(make_request("own", 130))
+    later = scheduler.add(make_request("later", 10, first=7000))
+    is_broken = True
+    batch = run_step(scheduler)
+    assert len(batch.items) == num_running
+    ((failed, detail),) = scheduler.take_failed()
+    assert failed is own
+    assert detail == "its pages could not be had: MemoryError: kv.alloc"
+    assert scheduler.take_failed() == []
+    scheduler.finish(failed, FinishReason.ERROR, detail)
+    is_broken = False
+    scheduler.check_integrity()
+    drain(scheduler)
+    for sequence in (*others, later):
+        assert sequence.token_ids == expected_tokens(sequence.request)
+
+
+def test_decoder_that_gets_no_page_fails_alone() -> None:
+    is_broken = False
+
+    def fault(point: str) -> None:
+        if is_broken:
+            raise MemoryError(point)
+
+    scheduler = make_scheduler(16, fault=fault)
+    own = scheduler.add(make_request("own", 62, max_tokens=50))
+    other = scheduler.add(make_request("other", 10, max_tokens=50, first=1000))
+    for _ in range(3):
+        run_step(scheduler)
+    is_broken = True
+    batch = run_step(scheduler)
+    assert [item.sequence for item in batch.items] == [other]
+    ((failed, _),) = scheduler.take_failed()
+    assert failed is own
+    scheduler.finish(failed, FinishReason.ERROR)
+    is_broken = False
+    drain(scheduler)
+    assert other.token_ids == expected_tokens(other.request)
+
+
 def test_no_more_sequences_than_allowed() -> None:
     scheduler = make_scheduler(32, max_num_seqs=3)
     for i in range(7):
@@ -169,13 +299,14 @@ def test_bad_logits_move_nothing_and_end_forgets_the_pages() -> None:
     bad = scheduler.add(make_request("bad", 100))
     batch = scheduler.schedule()
     scheduler.commit(batch, [None])
-    assert scheduler.allocator.match_prefix(bad.token_ids[:64]) != []
+    salt = scheduler._salt(bad)
+    assert scheduler.allocator.match_prefix(bad.token_ids[:64], salt=salt) != []
     scheduler.allocator.release(bad.page_ids[:1])
     batch = scheduler.schedule()
     scheduler.commit(batch, [BAD_LOGITS])
     assert (bad.num_computed, bad.num_output) == (64, 0)
     scheduler.finish(bad, FinishReason.ERROR, "NaN")
-    assert scheduler.allocator.match_prefix(bad.token_ids[:64]) == []
+    assert scheduler.allocator.match_prefix(bad.token_ids[:64], salt=salt) == []
     assert scheduler.allocator.num_free == 32
     scheduler.check_integrity()
 
@@ -233,6 +364,31 @@ def test_admission_leaves_a_page_of_growth_for_each_running_sequence() -> None:
         run_step(scheduler)
     drain(scheduler)
     assert scheduler.num_preemptions == 0
+
+
+def test_a_prompt_that_waits_for_room_is_not_hashed_at_every_step() -> None:
+    num_hashes = 0
+
+    def counted(*page: Any) -> bytes:
+        nonlocal num_hashes
+        num_hashes += 1
+        return page_key(*page)
+
+    scheduler = make_scheduler(8, page_hash=counted)
+    scheduler.add(make_request("first", 300, max_tokens=1))
+    drain(scheduler)
+    scheduler.add(make_request("old", 60, max_tokens=150, first=5000))
+    run_step(scheduler)
+    waiting = scheduler.add(make_request("waits", 450, max_tokens=2))
+    run_step(scheduler)
+    before = num_hashes
+    while "old" in scheduler.running:
+        assert waiting.status is SequenceStatus.WAITING
+        run_step(scheduler)
+    # Three pages of the one that runs; the four that the waiting one shares were hashed before.
+    assert num_hashes <= before + 3
+    drain(scheduler)
+    assert waiting.token_ids == expected_tokens(waiting.request)
 
 
 def test_oldest_is_never_preempted() -> None:

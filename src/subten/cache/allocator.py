@@ -25,8 +25,9 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from subten.core import PAGE_SIZE
+from subten.core import PAGE_SIZE, Fault, no_fault
 
 PageHash = Callable[[bytes, str, tuple[int, ...]], bytes]
 
@@ -39,6 +40,11 @@ def page_key(parent_key: bytes, salt: str, tokens: tuple[int, ...]) -> bytes:
     digest.update(salt_bytes)
     digest.update(array("q", tokens).tobytes())
     return digest.digest()
+
+
+def page_salt(*parts: str) -> str:
+    """One salt of several names; different lists of names never give the same."""
+    return "".join(f"{len(part)}:{part}" for part in parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,11 +66,28 @@ def _is_same_chain(a: _Content | None, b: _Content | None) -> bool:
     return True
 
 
+class PageListener(Protocol):
+    """Who wants to know when a page changes its state; called after the change."""
+
+    def page_held(self, page_id: int) -> None:
+        """A page that nobody held is used."""
+        ...
+
+    def page_idle(self, page_id: int) -> None:
+        """A used page is cached."""
+        ...
+
+    def page_freed(self, page_id: int) -> None:
+        """A used or cached page is free."""
+        ...
+
+
 class PageAllocator:
     """Hands out page ids 0..num_pages-1; see the states above.
 
     `salt` keeps apart sequences with equal tokens and different keys and values, such as those of
     two adapters. `page_hash` is for tests: any function of the same parameters, however weak.
+    `listener` is told of every change of state.
     """
 
     def __init__(
@@ -73,11 +96,15 @@ class PageAllocator:
         enable_prefix_caching: bool = True,
         *,
         page_hash: PageHash = page_key,
+        fault: Fault = no_fault,
+        listener: PageListener | None = None,
     ) -> None:
         assert num_pages >= 1, num_pages
         self.num_pages = num_pages
         self.enable_prefix_caching = enable_prefix_caching
         self._page_hash = page_hash
+        self._fault = fault
+        self._listener = listener
         # Taken from the end: the page released last is the likeliest to be in a cache of the chip.
         self._free = list(range(num_pages - 1, -1, -1))
         self._num_holders = [0] * num_pages
@@ -106,6 +133,10 @@ class PageAllocator:
     def num_available(self) -> int:
         """Pages that `allocate` can hand out now, cached ones included."""
         return self.num_free + self.num_cached
+
+    def free_page_ids(self) -> tuple[int, ...]:
+        """The pages with worthless content."""
+        return tuple(self._free)
 
     def num_holders(self, page_id: int) -> int:
         """How many sequences hold a page."""
@@ -142,6 +173,7 @@ class PageAllocator:
         Free pages go first, then the cached ones that were released longest ago.
         """
         assert num_pages >= 0, num_pages
+        self._fault("kv.alloc")
         if num_pages > self.num_available:
             return None
         page_ids = []
@@ -151,6 +183,8 @@ class PageAllocator:
             page_id = self._free.pop()
             assert self._num_holders[page_id] == 0, (page_id, self._num_holders[page_id])
             self._num_holders[page_id] = 1
+            if self._listener is not None:
+                self._listener.page_held(page_id)
             page_ids.append(page_id)
         return page_ids
 
@@ -199,9 +233,11 @@ class PageAllocator:
                 continue
             if self._is_findable(page_id):
                 self._cached[page_id] = None
+                if self._listener is not None:
+                    self._listener.page_idle(page_id)
             else:
                 self._content.pop(page_id, None)
-                self._free.append(page_id)
+                self._add_free(page_id)
 
     def flush(self) -> None:
         """Forget every cached page."""
@@ -236,11 +272,18 @@ class PageAllocator:
     def _hold(self, page_id: int) -> None:
         self._cached.pop(page_id, None)
         self._num_holders[page_id] += 1
+        if self._num_holders[page_id] == 1 and self._listener is not None:
+            self._listener.page_held(page_id)
 
     def _evict(self) -> None:
         page_id, _ = self._cached.popitem(last=False)
         self._forget(page_id)
+        self._add_free(page_id)
+
+    def _add_free(self, page_id: int) -> None:
         self._free.append(page_id)
+        if self._listener is not None:
+            self._listener.page_freed(page_id)
 
     def _forget(self, page_id: int) -> None:
         if self._is_findable(page_id):

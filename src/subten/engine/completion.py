@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from subten.core import FinishReason
+from subten.core import FinishReason, TokenLogprobs
 from subten.engine.stats import Timings
 
 
@@ -26,7 +27,11 @@ class Completion:
     that ended it. `kv_bytes` are the bytes of the pages that the request held at its end, pages
     shared with others included; `kv_true_bits` is those bits over the elements cached in them, so
     that a last page with few tokens raises it; None where nothing was cached. In full pages it
-    would be `kv_full_page_bits`.
+    would be `kv_full_page_bits` (of an adaptive cache: what a page outside of the windows takes, or
+    may take in the mean). `kv_pages` counts the pages by kind: the format, or the rung.
+
+    `logprobs` has an entry for each of `token_ids`, `prompt_logprobs` one for each prompt token but
+    the first; None where the request did not ask.
     """
 
     text: str
@@ -40,6 +45,9 @@ class Completion:
     kv_true_bits: float | None
     kv_full_page_bits: float
     kv_bytes: int
+    kv_pages: Mapping[str, int] = field(default_factory=dict)
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
     def ttft_ms(self) -> float | None:
@@ -64,3 +72,4 @@ class Chunk:
     token_id: int | None
     finish_reason: FinishReason | None = None
     completion: Completion | None = None
+    logprobs: TokenLogprobs | None = None

@@ -5,9 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from subten.core import Batch, FinishReason, Request, Sequence, TokenEvent
+from subten.cache.use import CacheUse
+from subten.core import (
+    Batch,
+    Fault,
+    FinishReason,
+    OverloadError,
+    Request,
+    Sequence,
+    TokenEvent,
+    no_fault,
+)
 from subten.engine.scheduler import BAD_LOGITS, Scheduler
 from subten.engine.stats import EngineStats, Timings
 from subten.engine.stop import TextOutput, find_end
@@ -30,7 +40,8 @@ class RequestRecord:
     """What became of one request; complete once its last event is out.
 
     `num_pages` and `num_kv_tokens` are the pages that it held at its end, shared ones included,
-    and the tokens in them. `num_cached` tokens of its prompt came with pages that others computed.
+    and the tokens in them; `cache_use` is what those pages took. `num_cached` tokens of its prompt
+    came with pages that others computed.
     """
 
     sequence: Sequence
@@ -39,6 +50,7 @@ class RequestRecord:
     num_cached: int | None = None
     num_pages: int = 0
     num_kv_tokens: int = 0
+    cache_use: CacheUse = field(default_factory=CacheUse)
 
     @property
     def timings(self) -> Timings:
@@ -51,7 +63,7 @@ class RequestRecord:
 class Engine:
     """Serves requests from `add` to their last event; every accepted one ends exactly once.
 
-    Not for several threads at a time. `clock` returns seconds.
+    Not for several threads at a time. `clock` returns seconds; `cache_use` tells what pages take.
     """
 
     def __init__(
@@ -60,11 +72,15 @@ class Engine:
         runner: BatchRunner,
         *,
         clock: Callable[[], float] = time.perf_counter,
+        cache_use: Callable[[list[int]], CacheUse] = lambda _page_ids: CacheUse(),
+        fault: Fault = no_fault,
     ) -> None:
         self.scheduler = scheduler
+        self._cache_use = cache_use
         self.stats = EngineStats()
         self.runner = runner
         self._clock = clock
+        self._fault = fault
         self._records: dict[str, RequestRecord] = {}
         self._pending: list[TokenEvent] = []
 
@@ -76,16 +92,23 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Compute one batch; the tokens and the ends that it brought."""
         batch = self.scheduler.schedule()
+        for sequence, detail in self.scheduler.take_failed():
+            record = self._records[sequence.request.request_id]
+            self._pending.append(self._end(record, FinishReason.ERROR, detail=detail))
         tokens = self._run(batch)
         self.scheduler.commit(batch, tokens)
         return self._take_pending() + self._emit(batch, tokens)
 
     def add(self, request: Request, output: TextOutput | None = None) -> RequestRecord:
-        """Accept a request, or raise RequestError if it can never be served.
+        """Accept a request; RequestError if it can never be served, OverloadError if not now.
 
         `output`, if given, receives its tokens and ends it at its stop strings.
         """
-        sequence = self.scheduler.add(request)
+        try:
+            sequence = self.scheduler.add(request)
+        except OverloadError:
+            self.stats.num_overloaded += 1
+            raise
         record = RequestRecord(sequence=sequence, output=output)
         self._records[request.request_id] = record
         self.stats.num_accepted += 1
@@ -136,21 +159,25 @@ class Engine:
 
     def _event(self, record: RequestRecord, token: int, now_s: float) -> TokenEvent:
         if token == BAD_LOGITS:
-            where = f"after output token {record.sequence.num_output}"
-            if record.sequence.num_output == 0:
-                where = "of the prompt"
-            detail = f"the logits {where} are NaN, infinite or all -infinite"
+            detail = record.sequence.failure or _bad_logits(record.sequence)
             return self._end(record, FinishReason.ERROR, detail=detail, time_s=now_s)
         record.token_times_s.append(now_s)
         self.stats.num_output_tokens += 1
-        reason = self._find_end(record, token)
+        detail = ""
+        try:
+            reason = self._find_end(record, token)
+        # What a text does to its decoder or its stop strings is the matter of its request alone.
+        except Exception as error:  # noqa: BLE001
+            reason = FinishReason.ERROR
+            detail = f"the text failed: {type(error).__name__}: {error}"
         if reason is not None:
-            return self._end(record, reason, token_id=token, time_s=now_s)
+            return self._end(record, reason, token_id=token, detail=detail, time_s=now_s)
         return TokenEvent(
             request_id=record.sequence.request.request_id,
             token_id=token,
             index=record.sequence.num_output - 1,
             time_s=now_s,
+            **_logprobs(record.sequence),
         )
 
     def _find_end(self, record: RequestRecord, token: int) -> FinishReason | None:
@@ -164,6 +191,7 @@ class Engine:
         )
         if reason is FinishReason.STOP or record.output is None:
             return reason
+        self._fault("text")
         return FinishReason.STOP if record.output.push(token) else reason
 
     def _end(
@@ -177,10 +205,18 @@ class Engine:
     ) -> TokenEvent:
         sequence = record.sequence
         request_id = sequence.request.request_id
-        if record.output is not None and record.output.finish() and reason is FinishReason.LENGTH:
+        try:
+            is_stopped = record.output is not None and record.output.finish()
+        except Exception as error:  # noqa: BLE001
+            is_stopped = False
+            if reason is not FinishReason.CANCELLED:
+                reason = FinishReason.ERROR
+                detail = detail or f"the text failed: {type(error).__name__}: {error}"
+        if is_stopped and reason is FinishReason.LENGTH:
             reason = FinishReason.STOP
         record.num_pages = len(sequence.page_ids)
         record.num_kv_tokens = sequence.num_computed
+        record.cache_use = self._cache_use(sequence.page_ids)
         self.scheduler.finish(sequence, reason, detail)
         self.runner.forget(request_id)
         del self._records[request_id]
@@ -192,4 +228,24 @@ class Engine:
             finish_reason=reason,
             finish_detail=detail,
             time_s=self._clock() if time_s is None else time_s,
+            **({} if token_id is None else _logprobs(sequence)),
         )
+
+
+def _bad_logits(sequence: Sequence) -> str:
+    index = sequence.num_output
+    where = f"after output token {index}" if index else "of the prompt"
+    if sequence.request.has_mask(index):
+        return f"the logits {where} are NaN or infinite, or none that is allowed is finite"
+    return f"the logits {where} are NaN, infinite or all -infinite"
+
+
+def _logprobs(sequence: Sequence) -> dict[str, Any]:
+    """Fields of the event of the last token: what its request asked to be told."""
+    params = sequence.request.sampling
+    told: dict[str, Any] = {}
+    if params.logprobs is not None and sequence.logprobs:
+        told["logprobs"] = sequence.logprobs[-1]
+    if params.prompt_logprobs is not None and sequence.num_output == 1:
+        told["prompt_logprobs"] = tuple(sequence.prompt_logprobs)
+    return told

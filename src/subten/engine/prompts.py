@@ -64,13 +64,16 @@ def as_token_ids(prompt: Any, *, name: str, vocab_size: int) -> tuple[int, ...]:
     return tuple(operator.index(token_id) for token_id in prompt)
 
 
-def check_stop_ids(params: SamplingParams, *, vocab_size: int) -> None:
-    """Refuse stop ids that no token can have."""
-    for token_id in params.stop_token_ids:
-        if token_id >= vocab_size:
-            raise refuse(
-                RequestError, "stop_token_ids", token_id, f"token ids from 0 to {vocab_size - 1}"
-            )
+def check_params(params: SamplingParams, *, vocab_size: int) -> None:
+    """Refuse ids that no token can have: they would reach what belongs to other requests."""
+    for name, token_ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", params.logit_bias or ()),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+    ):
+        for token_id in token_ids:
+            if token_id >= vocab_size:
+                raise refuse(RequestError, name, token_id, f"token ids from 0 to {vocab_size - 1}")
 
 
 _ALLOWED = "a text, a list of token ids, or a list of these"

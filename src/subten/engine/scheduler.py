@@ -12,14 +12,16 @@ Order is arrival order throughout: every running sequence arrived before every w
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 
-from subten.cache.allocator import PageAllocator
+from subten.cache.allocator import PageAllocator, page_salt
 from subten.core import (
     PAGE_SIZE,
     Batch,
     BatchItem,
     FinishReason,
+    OverloadError,
     Request,
     RequestError,
     Sequence,
@@ -29,6 +31,9 @@ from subten.core import (
 BAD_LOGITS = -1
 """Stands for a token where the logits of a row were NaN or had no finite value."""
 
+PROMPT_LOGPROBS_CHUNK = 128
+"""Most tokens a step of a prompt whose log-probabilities are wanted: each has a row of logits."""
+
 
 class Scheduler:
     """Sequences from `add` to `finish`, and the pages that they hold.
@@ -36,6 +41,12 @@ class Scheduler:
     A step is `schedule()`, then `commit(batch, tokens)`, then `finish` for those that ended. All
     pages that a sequence needs for the tokens it has are taken at its admission, so that a prefill
     once begun never waits for pages; after that it takes one page every PAGE_SIZE tokens.
+    `on_release(request_id)` is called before a sequence lets go of its pages.
+
+    `max_prefill_tokens`, if given, bounds the prompt tokens of a step that decodes as well: it is
+    how long a prompt may hold the tokens of others. With `max_queue` requests waiting, `add`
+    refuses more with OverloadError. `cache_scope` names what besides tenant and tokens decides
+    what is in a page: the model and the KV format.
     """
 
     def __init__(
@@ -45,16 +56,29 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        max_prefill_tokens: int | None = None,
+        max_queue: int | None = None,
+        cache_scope: tuple[str, ...] = (),
+        on_release: Callable[[str], None] = lambda _request_id: None,
     ) -> None:
         assert 1 <= max_num_seqs <= max_num_batched_tokens, (max_num_seqs, max_num_batched_tokens)
+        assert max_prefill_tokens is None or max_prefill_tokens >= 1, max_prefill_tokens
+        assert max_queue is None or max_queue >= 1, max_queue
         self.allocator = allocator
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self._max_prefill_tokens = max_prefill_tokens or max_num_batched_tokens
+        self._max_queue = max_queue
+        self._cache_scope = cache_scope
+        self._on_release = on_release
         self.capacity = allocator.num_pages * PAGE_SIZE
         self.max_seq_len = min(max_model_len, self.capacity)
         self.waiting: OrderedDict[str, Sequence] = OrderedDict()
         self.running: OrderedDict[str, Sequence] = OrderedDict()
         self.num_preemptions = 0
+        self._failed: list[tuple[Sequence, str]] = []
+        self._num_releases = 0
+        self._refused: tuple[str, int] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -70,11 +94,19 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> Sequence:
-        """Queue a request; RequestError where it can never fit or its id is in use."""
+        """Queue a request.
+
+        RequestError where it can never fit or its id is in use, OverloadError where too many wait.
+        """
         self.check_fits(len(request.prompt_token_ids))
         if self.find(request.request_id) is not None:
             raise RequestError(
                 f"request_id: got {request.request_id!r}, which is in use; allowed: a fresh id"
+            )
+        if self._max_queue is not None and len(self.waiting) >= self._max_queue:
+            raise OverloadError(
+                f"queue: {len(self.waiting)} requests are waiting; allowed: {self._max_queue}; "
+                "try again later"
             )
         sequence = Sequence.from_request(request)
         self.waiting[request.request_id] = sequence
@@ -88,7 +120,8 @@ class Scheduler:
         """Choose the tokens of the next step: decoders first, then prefills, then admissions.
 
         At most `max_num_batched_tokens` tokens, so that a long prompt delays the decoders beside
-        it by one chunk a step and no more. Preempts and admits as a side effect.
+        it by one chunk a step and no more. Preempts and admits as a side effect. Sequences that
+        could not get their pages for another reason than too few are told by `take_failed`.
         """
         num_preemptions = self.num_preemptions
         items: list[BatchItem] = []
@@ -97,6 +130,8 @@ class Scheduler:
             if sequence.num_uncomputed == 1 and self._grow(sequence):
                 items.append(_chunk(sequence, budget))
                 budget -= 1
+        if items:
+            budget = min(budget, self._max_prefill_tokens)
         for sequence in self.running.values():
             if sequence.num_uncomputed > 1 and budget > 0:
                 items.append(_chunk(sequence, budget))
@@ -107,8 +142,13 @@ class Scheduler:
                 break
             items.append(_chunk(admitted, budget))
             budget -= items[-1].num_tokens
-        assert items or not self.has_work, (len(self.running), len(self.waiting))
+        assert items or self._failed or not self.has_work, (len(self.running), len(self.waiting))
         return Batch(items=tuple(items))
+
+    def take_failed(self) -> list[tuple[Sequence, str]]:
+        """Sequences that `schedule` had to leave out and why; end them with `finish`."""
+        failed, self._failed = self._failed, []
+        return failed
 
     def commit(self, batch: Batch, tokens: Items[int | None]) -> None:
         """Record what a step computed; `tokens` as `Runner.run` returns them.
@@ -125,7 +165,10 @@ class Scheduler:
             # Only now: finite logits at its last token show that the pages before it are sound.
             if sequence.num_computed // PAGE_SIZE > item.start // PAGE_SIZE:
                 self.allocator.commit(
-                    sequence.page_ids, sequence.token_ids, num_tokens=sequence.num_computed
+                    sequence.page_ids,
+                    sequence.token_ids,
+                    num_tokens=sequence.num_computed,
+                    salt=self._salt(sequence),
                 )
             if token is not None:
                 sequence.token_ids.append(token)
@@ -169,7 +212,9 @@ class Scheduler:
         if sequence.status is not SequenceStatus.RUNNING:
             return False
         while len(sequence.page_ids) < _num_pages(len(sequence.token_ids)):
-            page_ids = self.allocator.allocate(1)
+            page_ids = self._allocate(1, sequence)
+            if self._failed and self._failed[-1][0] is sequence:
+                return False
             if page_ids is not None:
                 sequence.page_ids.extend(page_ids)
                 continue
@@ -198,14 +243,20 @@ class Scheduler:
         if not self.waiting or len(self.running) >= self.max_num_seqs:
             return None
         request_id, sequence = next(iter(self.waiting.items()))
-        # The last token is always computed: its logits are what the step is for.
-        shared = self.allocator.match_prefix(sequence.token_ids[:-1])
+        # Its prompt is hashed anew only when there can be more room than the last time.
+        attempt = (request_id, self._num_releases)
+        if self._refused == attempt and self.running:
+            return None
+        shared = self._match_prefix(sequence)
         num_missing = _num_pages(len(sequence.token_ids)) - len(shared)
         if num_missing + len(self.running) > self.allocator.num_available:
+            self._refused = attempt
             self.allocator.release(shared)
             return None
-        missing = self.allocator.allocate(num_missing)
-        assert missing is not None, (num_missing, self.allocator.num_available)
+        missing = self._allocate(num_missing, sequence)
+        if missing is None:
+            self.allocator.release(shared)
+            return None
         sequence.page_ids = shared + missing
         sequence.num_cached = sequence.num_computed = len(shared) * PAGE_SIZE
         sequence.status = SequenceStatus.RUNNING
@@ -213,7 +264,29 @@ class Scheduler:
         self.running[request_id] = sequence
         return sequence
 
+    def _match_prefix(self, sequence: Sequence) -> list[int]:
+        if sequence.wants_prompt_logprobs:
+            # Pages hold keys and values: logits of their tokens come from computing them alone.
+            return []
+        # The last token is always computed: its logits are what the step is for.
+        return self.allocator.match_prefix(sequence.token_ids[:-1], salt=self._salt(sequence))
+
+    def _salt(self, sequence: Sequence) -> str:
+        return page_salt(sequence.request.tenant, *self._cache_scope)
+
+    def _allocate(self, num_pages: int, sequence: Sequence) -> list[int] | None:
+        """Pages, or None where there are too few or none could be had, which `_failed` tells."""
+        try:
+            return self.allocator.allocate(num_pages)
+        # A fault in the accounting of pages ends one request and no other.
+        except Exception as error:  # noqa: BLE001
+            detail = f"its pages could not be had: {type(error).__name__}: {error}"
+            self._failed.append((sequence, detail))
+            return None
+
     def _release(self, sequence: Sequence, *, forget: bool = False) -> None:
+        self._num_releases += 1
+        self._on_release(sequence.request.request_id)
         self.allocator.release(sequence.page_ids, forget=forget)
         sequence.page_ids = []
 
@@ -223,6 +296,8 @@ def _num_pages(num_tokens: int) -> int:
 
 
 def _chunk(sequence: Sequence, budget: int) -> BatchItem:
+    if sequence.wants_prompt_logprobs:
+        budget = min(budget, PROMPT_LOGPROBS_CHUNK)
     return BatchItem(
         sequence=sequence,
         start=sequence.num_computed,

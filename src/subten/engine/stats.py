@@ -92,7 +92,8 @@ class LatencySummary:
 class EngineStats:
     """Counts since the engine started.
 
-    `num_late_calls` are cancels of requests that are unknown or have ended.
+    `num_late_calls` are cancels of requests that are unknown or have ended, `num_overloaded`
+    requests that were refused because too many waited.
     """
 
     num_steps: int = 0
@@ -100,6 +101,7 @@ class EngineStats:
     num_output_tokens: int = 0
     num_accepted: int = 0
     num_late_calls: int = 0
+    num_overloaded: int = 0
     num_ended: Counter[FinishReason] = field(default_factory=Counter)
 
 

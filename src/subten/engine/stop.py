@@ -79,11 +79,15 @@ def _overlap(text: str, stop: str) -> int:
 class TextOutput:
     """The text of one request: whole characters only, cut at its stop strings.
 
-    The engine pushes tokens, the reader takes what became visible; pieces join to `text`.
+    The engine pushes tokens, the reader takes what became visible; pieces join to `text`. The text
+    of the first `min_tokens` tokens is no part of any stop string.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stops: tuple[str, ...] = (), *, min_tokens: int = 0
+    ) -> None:
         self._detokenizer = detokenizer
+        self._num_unmatched = min_tokens
         self._matcher = StopMatcher(stops)
         self._pieces: list[str] = []
         self._num_taken = 0
@@ -95,7 +99,12 @@ class TextOutput:
 
     def push(self, token_id: int) -> bool:
         """Add a token; True if its text completes a stop string."""
-        self._pieces.append(self._matcher.push(self._detokenizer.push(token_id)))
+        piece = self._detokenizer.push(token_id)
+        if self._num_unmatched > 0:
+            self._num_unmatched -= 1
+        else:
+            piece = self._matcher.push(piece)
+        self._pieces.append(piece)
         return self._matcher.is_stopped
 
     def finish(self) -> bool:
@@ -130,6 +139,4 @@ def find_end(
 
 def is_stop_token(request: Request, token_id: int) -> bool:
     """Whether a token ends the request by itself; its own text is not shown."""
-    if token_id in request.sampling.stop_token_ids:
-        return True
-    return not request.sampling.ignore_eos and token_id in request.eos_token_ids
+    return token_id in request.end_token_ids

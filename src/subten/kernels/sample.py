@@ -1,6 +1,6 @@
-"""The next token of each sequence: penalties, temperature, min-p, top-k, top-p, Gumbel-max.
+"""The next token of each sequence: bias, penalties, mask, then temperature to Gumbel-max.
 
-Letters: S sequences, V vocabulary.
+Letters: S sequences, V vocabulary, W words of 32 tokens.
 
 Both backends choose the same token, to the bit: `exact_math` has exp, log and the random numbers,
 and probability mass is summed in integers, whose sum has no order.
@@ -29,7 +29,9 @@ class SamplingTensors:
     `temperature_S`, `top_p_S`, `min_p_S` float32; `top_k_S` int32, below 1 or at least V is off;
     `seed_S`, `index_S` (of the token within its output) int64. Penalties all given or all None:
     `repetition_S`, `presence_S`, `frequency_S` float32, `prompt_mask_SV` bool (token occurs in
-    the prompt), `output_count_SV` int32. Ranges are those of `core.SamplingParams`.
+    the prompt), `output_count_SV` int32. `bias_SV` float32 is finite; `mask_SW` int32, W = V / 32
+    rounded up, has a bit for each token, lowest first, and tokens without their bit are never
+    chosen. Ranges are those of `core.SamplingParams`.
     """
 
     temperature_S: torch.Tensor
@@ -43,6 +45,14 @@ class SamplingTensors:
     frequency_S: torch.Tensor | None = None
     prompt_mask_SV: torch.Tensor | None = None
     output_count_SV: torch.Tensor | None = None
+    bias_SV: torch.Tensor | None = None
+    mask_SW: torch.Tensor | None = None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are more than scaled."""
+        given = (self.repetition_S, self.bias_SV, self.mask_SW)
+        return any(tensor is not None for tensor in given)
 
 
 MASS_ONE = 2.0**40
@@ -56,10 +66,10 @@ def sample(logits_SV: torch.Tensor, params: SamplingTensors) -> tuple[torch.Tens
     """Choose each row's next token; returns token int64 [S] and is_ok bool [S].
 
     logits float32 [S, V] of any strides, V up to 2**22; -inf never wins. In the order and meaning
-    of vLLM: penalties (repetition over prompt and output, frequency and presence over output),
-    temperature, min-p, top-k, top-p; then the largest logit / temperature + Gumbel number
-    (Gumbel 1954; Maddison et al. 2014) among the tokens left. `is_ok` is False, and the token 0,
-    where a row holds NaN or +inf or nothing finite.
+    of vLLM: bias, penalties (repetition over prompt and output, frequency and presence over
+    output), mask, temperature, min-p, top-k, top-p; then the largest logit / temperature + Gumbel
+    number (Gumbel 1954; Maddison et al. 2014) among the tokens left. `is_ok` is False, and the
+    token 0, where a row holds NaN or +inf, masked or not, or nothing finite that is allowed.
 
     Temperature 0, top_p 0 and top_k 1 take the most likely token, the lowest id of equal ones.
     Otherwise ties at the top-k and top-p thresholds all stay: which of two equally likely tokens
@@ -77,9 +87,9 @@ def sample(logits_SV: torch.Tensor, params: SamplingTensors) -> tuple[torch.Tens
     token_S, is_ok_S = new(num_rows, dtype=torch.int64), new(num_rows, dtype=torch.bool)
     if num_rows == 0:
         return token_S, is_ok_S
-    has_penalties = params.repetition_S is not None
+    changes_logits = params.changes_logits
     num_blocks = triton.cdiv(vocab, BLOCK_V)
-    logit_SV = new(num_rows, vocab, dtype=torch.float32) if has_penalties else logits_SV
+    logit_SV = new(num_rows, vocab, dtype=torch.float32) if changes_logits else logits_SV
     gumbel_SV = new(num_rows, vocab, dtype=torch.float32)
     best_logit_SB = new(num_rows, num_blocks, dtype=torch.float32)
     best_score_SB = new(num_rows, num_blocks, dtype=torch.float64)
@@ -101,12 +111,14 @@ def sample(logits_SV: torch.Tensor, params: SamplingTensors) -> tuple[torch.Tens
     # Without fused multiply-adds the device rounds as torch does, operation by operation.
     _score_kernel[(num_rows, num_blocks)](
         logits_SV,
-        *_penalty_arguments(params, num_rows, vocab),
+        *_change_arguments(params, num_rows, vocab),
         params.seed_S,
         params.index_S,
         *settings,
         *logits_SV.stride(),
-        HAS_PENALTIES=has_penalties,
+        HAS_BIAS=params.bias_SV is not None,
+        HAS_PENALTIES=params.repetition_S is not None,
+        HAS_MASK=params.mask_SW is not None,
         BLOCK=BLOCK_V,
         num_warps=4,
         enable_fp_fusion=False,
@@ -127,8 +139,14 @@ def sample_torch(
     logits_SV: torch.Tensor, params: SamplingTensors
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Twin of `sample`."""
-    logit_SV = _penalise(logits_SV.float(), params)
+    logit_SV = logits_SV.float()
+    if params.bias_SV is not None:
+        logit_SV = logit_SV + params.bias_SV
+    logit_SV = _penalise(logit_SV, params)
     is_bad_S = (logit_SV.isnan() | (logit_SV == torch.inf)).any(dim=-1)
+    if params.mask_SW is not None:
+        is_allowed_SV = unpack_mask(params.mask_SW, logit_SV.shape[-1])
+        logit_SV = logit_SV.masked_fill(~is_allowed_SV, -torch.inf)
     is_ok_S = ~is_bad_S & logit_SV.isfinite().any(dim=-1)
     token_S = logit_SV.argmax(dim=-1)
     is_greedy_S = (params.temperature_S < COLDEST) | (params.top_p_S <= 0) | (params.top_k_S == 1)
@@ -148,6 +166,13 @@ def sample_torch(
         score_V = logit_V.double() * inverse.double() + gumbel_V.double()
         token_S[row] = score_V.masked_fill(~is_kept_V, -torch.inf).argmax()
     return torch.where(is_ok_S, token_S, 0), is_ok_S
+
+
+def unpack_mask(mask_SW: torch.Tensor, vocab: int) -> torch.Tensor:
+    """int32 words, lowest bit first -> bool [S, vocab]."""
+    bit_B = torch.arange(32, dtype=torch.int32, device=mask_SW.device)
+    is_set_SWB = (mask_SW.unsqueeze(-1) >> bit_B) & 1 != 0
+    return is_set_SWB.flatten(start_dim=-2)[..., :vocab]
 
 
 def _penalise(logit_SV: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
@@ -185,23 +210,27 @@ BLOCK_V = 1024
 """Tokens a program of `_score_kernel`: a vocabulary of 151936 fills 149 SMs for one row."""
 
 
-def _penalty_arguments(
+def _change_arguments(
     params: SamplingTensors, num_rows: int, vocab: int
 ) -> tuple[torch.Tensor | None, ...]:
+    """What changes logits, checked, in the kernel's order; None where nothing does."""
+    row, dense = (num_rows,), (num_rows, vocab)
     given = (
-        params.repetition_S,
-        params.presence_S,
-        params.frequency_S,
-        params.prompt_mask_SV,
-        params.output_count_SV,
+        (params.bias_SV, dense),
+        (params.repetition_S, row),
+        (params.presence_S, row),
+        (params.frequency_S, row),
+        (params.prompt_mask_SV, dense),
+        (params.output_count_SV, dense),
+        (params.mask_SW, (num_rows, triton.cdiv(vocab, 32))),
     )
-    has_penalties = params.repetition_S is not None
-    for tensor, shape in zip(given, [(num_rows,)] * 3 + [(num_rows, vocab)] * 2, strict=True):
-        assert (tensor is not None) == has_penalties, "penalties: all or none"
+    has_penalties = [tensor is not None for tensor, _ in given[1:6]]
+    assert len(set(has_penalties)) == 1, "penalties: all or none"
+    for tensor, shape in given:
         if tensor is not None:
             assert tensor.shape == shape, (tuple(tensor.shape), shape)
             assert tensor.is_contiguous(), tensor.stride()
-    return given
+    return tuple(tensor for tensor, _ in given)
 
 
 @triton_jit
@@ -226,22 +255,25 @@ def _load_settings(
     return inverse, top_k, top_p, is_greedy
 
 
-# Block b of row s: penalised logits, Gumbel numbers and the block's best, by logit and by
+# Block b of row s: changed logits, Gumbel numbers and the block's best, by logit and by
 # score = logit / temperature + Gumbel number (in FP64: products of two floats are exact).
 #
 #   logits [S, V]:  | block 0: BLOCK tokens | block 1 | ...   best_* [S, B], best_id [S, B, 2]
 #
-# Bytes: 4 * S * V read; with penalties 4 * S * V written and 5 * S * V read; for rows with top-k,
-# top-p or min-p 4 * S * V written. A program a block: hashing and two logarithms are about 150
-# instructions a token, which one SM would take too long for.
+# Bytes: 4 * S * V read; with penalties 5 * S * V more, with bias 4 * S * V, with a mask S * V / 8,
+# and with any of them 4 * S * V written; for rows with top-k, top-p or min-p 4 * S * V written.
+# A program a block: hashing and two logarithms are about 150 instructions a token, which one SM
+# would take too long for.
 @triton_jit
 def _score_kernel(
     logits_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     repetition_ptr: tl.tensor,
     presence_ptr: tl.tensor,
     frequency_ptr: tl.tensor,
     prompt_mask_ptr: tl.tensor,
     output_count_ptr: tl.tensor,
+    mask_ptr: tl.tensor,
     seed_ptr: tl.tensor,
     index_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
@@ -259,7 +291,9 @@ def _score_kernel(
     num_blocks: tl.tensor,
     stride_given_s: tl.tensor,
     stride_given_v: tl.tensor,
+    HAS_BIAS: tl.constexpr,
     HAS_PENALTIES: tl.constexpr,
+    HAS_MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -269,8 +303,10 @@ def _score_kernel(
     inside = v < vocab
     given = logits_ptr + row * stride_given_s + v_64 * stride_given_v
     logit = tl.load(given, mask=inside, other=float("-inf"))
+    at = row * vocab + v_64
+    if HAS_BIAS:
+        logit = logit + tl.load(bias_ptr + at, mask=inside, other=0.0)
     if HAS_PENALTIES:
-        at = row * vocab + v_64
         count = tl.load(output_count_ptr + at, mask=inside, other=0)
         is_in_prompt = tl.load(prompt_mask_ptr + at, mask=inside, other=0) != 0
         repetition = tl.full([BLOCK], 1.0, tl.float32) * tl.load(repetition_ptr + row)
@@ -278,8 +314,13 @@ def _score_kernel(
         logit = tl.where((count > 0) | is_in_prompt, divided, logit)
         logit = logit - tl.load(frequency_ptr + row) * count.to(tl.float32)
         logit = logit - tl.load(presence_ptr + row) * (count > 0).to(tl.float32)
-        tl.store(logit_ptr + row * stride_s + v_64 * stride_v, logit, mask=inside)
     is_bad = tl.max(((logit != logit) | (logit == float("inf"))).to(tl.int32), axis=0) > 0
+    if HAS_MASK:
+        num_words = (vocab + 31) // 32
+        word = tl.load(mask_ptr + row * num_words + v_64 // 32, mask=inside, other=0)
+        logit = tl.where(((word >> (v % 32)) & 1) != 0, logit, float("-inf"))
+    if HAS_BIAS or HAS_PENALTIES or HAS_MASK:
+        tl.store(logit_ptr + row * stride_s + v_64 * stride_v, logit, mask=inside)
     logit = tl.where(logit == logit, logit, float("-inf"))
     best, best_at = tl.max(logit, axis=0, return_indices=True)
     place = row * num_blocks + block
@@ -295,7 +336,7 @@ def _score_kernel(
         tl.store(best_id_ptr + 2 * place + 1, block * BLOCK + best_score_at)
         has_top_k = (top_k >= 1) & (top_k < vocab)
         if has_top_k | (top_p < 1.0) | (tl.load(min_p_ptr + row) > 0.0):
-            tl.store(gumbel_ptr + row * vocab + v_64, gumbel, mask=inside)
+            tl.store(gumbel_ptr + at, gumbel, mask=inside)
 
 
 @triton_jit
