@@ -79,9 +79,9 @@ $(VENV)/.installed-demo: $(VENV)/.installed-base
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed-demo pyproject.toml
-	$(VENV)/bin/python -m pip install --quiet --editable '.[test$(AND_CUDA)]'
+	$(VENV)/bin/python -m pip install --quiet --editable '.[test,serve$(AND_CUDA)]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-test
-	$(VENV)/bin/python -m pip install --quiet --editable '.[test,dev$(AND_CUDA)]'
+	$(VENV)/bin/python -m pip install --quiet --editable '.[test,serve,dev$(AND_CUDA)]'
 	@touch $@

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -91,6 +91,20 @@ def randn(generator: torch.Generator, device: torch.device) -> Callable[..., tor
         return (torch.randn(*shape, generator=generator) * scale).to(device=device, dtype=dtype)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[object]:
+    """The HTTP server that its tests share, started when the first of them asks.
+
+    It must end well, and without an error in its log.
+    """
+    from serving import KEY, OTHER_KEY, Server
+
+    server = Server(api_key=[KEY, OTHER_KEY], max_queued_requests=20)
+    yield server
+    assert server.close() == 0
+    assert not [line for line in server.lines if line.get("level") == "error"]
 
 
 @pytest.fixture

@@ -12,14 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from subten import __version__, cli_measure
+from subten import __version__, cli_measure, cli_serve
 from subten.cli_options import (
     DEMO,
     BackendOption,
     DeviceOption,
     DtypeOption,
     JsonOption,
+    KVBitsOption,
     KVCacheOption,
+    KVColdOption,
+    KVMemoryOption,
+    KVSinkOption,
+    KVWindowOption,
     MaxModelLenOption,
     ModelOption,
     QuantizationOption,
@@ -85,6 +90,11 @@ def generate(
     ] = None,
     model: ModelOption = DEMO,
     kv_cache_dtype: KVCacheOption = "bf16",
+    kv_bits_budget: KVBitsOption = None,
+    kv_memory_bytes: KVMemoryOption = None,
+    kv_cold_pages: KVColdOption = False,
+    kv_sink_tokens: KVSinkOption = None,
+    kv_window_tokens: KVWindowOption = None,
     max_tokens: MaxTokensOption = 256,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
@@ -127,6 +137,7 @@ def generate(
       subten generate "Why is the sky blue?"
       subten generate "Once upon a time" --raw --kv-cache-dtype int4 --max-tokens 64
       subten generate "Name three rivers." --temperature 0.7 --seed 1 --json
+      subten generate "Name three rivers." --kv-cache-dtype adaptive --kv-bits-budget 3.3
     """
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read()
@@ -148,6 +159,11 @@ def generate(
     llm = _load(
         model,
         kv_cache_dtype=kv_cache_dtype,
+        kv_bits_budget=kv_bits_budget,
+        kv_memory_bytes=kv_memory_bytes,
+        kv_cold_pages=kv_cold_pages,
+        kv_sink_tokens=kv_sink_tokens,
+        kv_window_tokens=kv_window_tokens,
         device=device,
         backend=backend,
         dtype=dtype,
@@ -170,6 +186,11 @@ def generate(
 def chat(
     model: ModelOption = DEMO,
     kv_cache_dtype: KVCacheOption = "bf16",
+    kv_bits_budget: KVBitsOption = None,
+    kv_memory_bytes: KVMemoryOption = None,
+    kv_cold_pages: KVColdOption = False,
+    kv_sink_tokens: KVSinkOption = None,
+    kv_window_tokens: KVWindowOption = None,
     max_tokens: MaxTokensOption = 512,
     temperature: TemperatureOption = 0.0,
     top_k: TopKOption = 0,
@@ -204,6 +225,11 @@ def chat(
     llm = _load(
         model,
         kv_cache_dtype=kv_cache_dtype,
+        kv_bits_budget=kv_bits_budget,
+        kv_memory_bytes=kv_memory_bytes,
+        kv_cold_pages=kv_cold_pages,
+        kv_sink_tokens=kv_sink_tokens,
+        kv_window_tokens=kv_window_tokens,
         device=device,
         backend=backend,
         dtype=dtype,
@@ -266,6 +292,7 @@ def info(
 
 app.command("train")(make_command())
 cli_measure.register(app)
+cli_serve.register(app)
 
 
 def facts_line(completion: Completion) -> str:
@@ -281,8 +308,11 @@ def facts_line(completion: Completion) -> str:
         parts.append(f"then {completion.tpot_ms:.1f} ms a token ({rate:.1f}/s)")
     cache = f"KV cache {completion.kv_cache_dtype}: {human_bytes(completion.kv_bytes)}"
     if completion.kv_true_bits is not None:
-        full = f"{completion.kv_full_page_bits:.2f} in full pages"
-        cache += f", {completion.kv_true_bits:.2f} true bits ({full})"
+        inside = f"{completion.kv_full_page_bits:.2f} in full pages"
+        if len(completion.kv_pages) > 1:
+            kinds = [f"{number} {kind}" for kind, number in completion.kv_pages.items()]
+            inside = f"pages: {', '.join(kinds)}"
+        cache += f", {completion.kv_true_bits:.2f} true bits ({inside})"
     parts.append(cache)
     if usage.cached_tokens:
         parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens were cached")
@@ -292,11 +322,15 @@ def facts_line(completion: Completion) -> str:
 
 
 def _load(model: str, **settings: Any) -> LLM:
+    from subten.codecs.adaptive import ADAPTIVE
     from subten.device import keep_freed_memory
     from subten.engine.llm import LLM
 
     source = resolve_model(model)
     keep_freed_memory()
+    if settings["kv_cache_dtype"] == ADAPTIVE:
+        # These commands serve one request at a time; room for the windows of others is wasted.
+        settings = {"max_num_seqs": 1, **settings}
     with progress("Loading", terminal_only=True) as update:
         return LLM(source, progress=lambda done, total: update(done / total), **settings)
 
@@ -331,6 +365,7 @@ def _completion_dict(llm: LLM, completion: Completion, model: str) -> dict[str, 
         "kv_true_bits": completion.kv_true_bits,
         "kv_full_page_bits": completion.kv_full_page_bits,
         "kv_bytes": completion.kv_bytes,
+        "kv_pages": dict(completion.kv_pages),
         "kv_bytes_per_token": llm.pool.bytes_per_token,
         "quantization": llm.loaded.quantization,
         "weight_bytes": llm.loaded.weight_bytes,

@@ -100,6 +100,25 @@ class Tokenizer:
         )
 
     @classmethod
+    def from_text(
+        cls,
+        tokenizer_json: str,
+        *,
+        eos_token_ids: Sequence[int],
+        bos_token_id: int | None,
+        chat_template: str | None,
+        config: Mapping[str, Any],
+    ) -> Tokenizer:
+        """A tokenizer from the text of its `tokenizer.json`."""
+        return cls(
+            Backend.from_str(tokenizer_json),
+            eos_token_ids=eos_token_ids,
+            bos_token_id=bos_token_id,
+            chat_template=chat_template,
+            config=config,
+        )
+
+    @classmethod
     def from_gguf(cls, fields: Mapping[str, Any]) -> Tokenizer:
         """Build the tokenizer that a GGUF file describes; `fields` maps its keys to plain values.
 
@@ -210,7 +229,7 @@ class Tokenizer:
         template = self.chat_template
         try:
             return (
-                _sandbox()
+                template_sandbox()
                 .from_string(template)
                 .render(
                     messages=[dict(m) for m in messages],
@@ -332,7 +351,8 @@ def _default_template(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _sandbox() -> ImmutableSandboxedEnvironment:
+def template_sandbox() -> ImmutableSandboxedEnvironment:
+    """Where chat templates run: no attribute that begins with an underscore, nothing mutable."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

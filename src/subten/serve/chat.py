@@ -1,0 +1,207 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from subten.serve.context import Context, new_id
+from subten.serve.errors import bad_field, json_response
+from subten.serve.generation import Generation, Job, Piece
+from subten.serve.grammar import call_schema, format_schema
+from subten.serve.logprobs import TokenTexts, chat_logprobs
+from subten.serve.protocol import ChatBody, parse
+from subten.serve.requests import (
+    check_stream_options,
+    sampling_params,
+    template_messages,
+    template_tools,
+    usage_of,
+)
+from subten.serve.streams import DONE, EventStream, collect, event
+from subten.serve.strict_json import read_object
+from subten.serve.tool_calls import Found, FoundCall, ToolCallReader
+
+
+async def create_chat_completion(context: Context, request: Request) -> Response:
+    """The assistant's next message in a conversation."""
+    body = parse(ChatBody, await read_object(request))
+    context.check_model(body.model)
+    context.generator.check_ready()
+    has_usage = check_stream_options(body)
+    prompt = await _prompt(context, body)
+    sampling = sampling_params(
+        context, body, max_tokens=_max_tokens(body), logprobs=_num_logprobs(body)
+    )
+    writer = _Writer(context, body)
+    job = Job(
+        prompts=[prompt],
+        sampling=sampling,
+        n=body.n or 1,
+        tenant=request.state.tenant,
+        grammar=await context.grammar(_schema(body)),
+    )
+    generation = context.generator.start(job)
+    request.state.generation = generation
+    if body.stream:
+        events = _events(generation, writer, has_usage=has_usage)
+        return await EventStream(generation, events).prepare(request)
+    pieces = await collect(request, generation)
+    choices = [writer.choice(piece) for piece in pieces]
+    head = writer.head | {"object": "chat.completion"}
+    return json_response(head | {"choices": choices, "usage": usage_of(generation)})
+
+
+async def _prompt(context: Context, body: ChatBody) -> list[int]:
+    templates = context.need_templates("messages")
+    if body.tool_choice not in (None, "none") and not body.tools:
+        raise bad_field("tool_choice", "allowed only with tools")
+    messages = template_messages(body.messages)
+    is_continued = body.add_generation_prompt is False
+    text = await templates.render(
+        messages,
+        tools=None if body.tool_choice == "none" else template_tools(body.tools),
+        add_generation_prompt=not is_continued,
+        kwargs=body.chat_template_kwargs,
+    )
+    token_ids = await context.encode_chat(text, param="messages")
+    context.check_length(len(token_ids), param="messages")
+    return token_ids
+
+
+def _schema(body: ChatBody) -> tuple[dict[str, Any], str] | None:
+    """What the answer must follow: a response format, or the call of a function."""
+    asked = format_schema(body.response_format, param="response_format")
+    if not _is_call_forced(body):
+        return asked
+    if asked is not None:
+        raise bad_field("response_format", "allowed: text, together with this tool_choice")
+    assert body.tools is not None
+    assert body.tool_choice is not None
+    return call_schema(body.tools, body.tool_choice), "tools"
+
+
+def _is_call_forced(body: ChatBody) -> bool:
+    return body.tool_choice not in (None, "none", "auto")
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise bad_field("max_tokens", "allowed: this or max_completion_tokens, not both")
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+
+
+def _num_logprobs(body: ChatBody) -> int | None:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_field("top_logprobs", "allowed only with logprobs true")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+class _Writer:
+    """Makes the objects of a stream or of a whole answer."""
+
+    def __init__(self, context: Context, body: ChatBody) -> None:
+        self._texts = TokenTexts(context.need_tokenizer("logprobs")) if body.logprobs else None
+        self._is_forced = _is_call_forced(body)
+        self._has_tools = bool(body.tools) and body.tool_choice != "none"
+        # A forced call is JSON by itself, whatever form the model uses of its own will.
+        self._has_tools = self._has_tools and (context.has_tool_parser or self._is_forced)
+        self._readers: dict[int, ToolCallReader] = {}
+        self._num_calls: dict[int, int] = {}
+        self.head: dict[str, Any] = {
+            "id": new_id("chatcmpl"),
+            "object": "chat.completion.chunk",
+            "created": context.created_now(),
+            "model": body.model,
+        }
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        """A whole answer."""
+        found = self._read(piece)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": found.text or (None if found.calls else ""),
+            "refusal": None,
+        }
+        if found.calls:
+            message["tool_calls"] = self._calls(piece.index, found.calls, is_delta=False)
+        return {
+            "index": piece.index,
+            "message": message,
+            "logprobs": self._logprobs(piece),
+            "finish_reason": self._finish_reason(piece),
+        }
+
+    def opening(self, index: int) -> dict[str, Any]:
+        """The first chunk of an answer."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def chunk(self, piece: Piece) -> dict[str, Any] | None:
+        """A piece as a choice of a chunk; None where it shows nothing."""
+        found = self._read(piece)
+        delta: dict[str, Any] = {}
+        if found.text:
+            delta["content"] = found.text
+        if found.calls:
+            delta["tool_calls"] = self._calls(piece.index, found.calls, is_delta=True)
+        if not delta and not piece.logprobs and piece.finish_reason is None:
+            return None
+        return {
+            "index": piece.index,
+            "delta": delta,
+            "logprobs": self._logprobs(piece),
+            "finish_reason": self._finish_reason(piece),
+        }
+
+    def _read(self, piece: Piece) -> Found:
+        if not self._has_tools:
+            return Found(text=piece.text)
+        reader = self._readers.setdefault(piece.index, ToolCallReader(is_bare=self._is_forced))
+        found = reader.push(piece.text)
+        if piece.finish_reason is not None:
+            rest = reader.flush()
+            found.text += rest.text
+            found.calls += rest.calls
+        return found
+
+    def _calls(self, index: int, calls: list[FoundCall], *, is_delta: bool) -> list[dict[str, Any]]:
+        shown = []
+        for call in calls:
+            number = self._num_calls.get(index, 0)
+            self._num_calls[index] = number + 1
+            function = {"name": call.name, "arguments": call.arguments}
+            entry = {"id": new_id("call"), "type": "function", "function": function}
+            shown.append({"index": number} | entry if is_delta else entry)
+        return shown
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        return None if self._texts is None else chat_logprobs(self._texts, piece.logprobs)
+
+    def _finish_reason(self, piece: Piece) -> str | None:
+        if piece.finish_reason == "stop" and self._num_calls.get(piece.index):
+            return "tool_calls"
+        return piece.finish_reason
+
+
+async def _events(
+    generation: Generation, writer: _Writer, *, has_usage: bool
+) -> AsyncIterator[bytes]:
+    extra = {"usage": None} if has_usage else {}
+    opened: set[int] = set()
+    async for piece in generation.pieces():
+        choice = writer.chunk(piece)
+        data = b""
+        if piece.index not in opened:
+            opened.add(piece.index)
+            data = event(writer.head | {"choices": [writer.opening(piece.index)]} | extra)
+        if choice is not None:
+            data += event(writer.head | {"choices": [choice]} | extra)
+        if data:
+            yield data
+    if has_usage:
+        yield event(writer.head | {"choices": [], "usage": usage_of(generation)})
+    yield DONE

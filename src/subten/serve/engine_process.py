@@ -1,0 +1,119 @@
+"""The engine's process: loads a model, serves it to the server that started it, ends with that.
+
+Nothing pickled passes between the two, and no code does.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from dataclasses import fields
+
+from subten.config import cache_dir
+from subten.core import UserError
+from subten.device import keep_freed_memory
+from subten.engine.llm import LLM
+from subten.serve import ipc
+from subten.serve.channel import Channel, ServerGoneError
+from subten.serve.engine_loop import BEAT_S, EngineLoop
+from subten.serve.lifetime import die_with_parent
+from subten.serve.logs import set_up_logs
+from subten.tokenizer import Tokenizer
+from subten.weights.upcycled import demo_model, find_demo_gguf
+
+logger = logging.getLogger(__name__)
+
+
+def serve(channel: Channel, llm: LLM) -> None:
+    """Say what was loaded and serve until the server is gone."""
+    channel.send(ipc.Ready(info=_info(llm), tokenizer=_tokenizer_file(llm.tokenizer)))
+    # What is there now stays: collections between steps need not look at it.
+    gc.collect()
+    gc.freeze()
+    try:
+        EngineLoop(channel, llm).run()
+    except ServerGoneError:
+        logger.info("the server is gone")
+
+
+def channel_from_arguments() -> Channel:
+    """The channel whose socket's number is the last argument of this process."""
+    die_with_parent()
+    # A terminal's Ctrl-C goes to the whole group; the server decides when the engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_up_logs()
+    return Channel(socket.socket(fileno=int(sys.argv[-1])))
+
+
+def main() -> None:
+    """Load the model that the first message names, then serve."""
+    channel = channel_from_arguments()
+    try:
+        llm = _load(first_message(channel))
+    except ServerGoneError:
+        return
+    except (UserError, OSError, MemoryError, RuntimeError) as error:
+        if not isinstance(error, UserError):
+            logger.exception("loading failed")
+        is_user_error = isinstance(error, UserError)
+        message = str(error) if is_user_error else f"{type(error).__name__}: {error}"
+        channel.send(ipc.Failed(message=message, is_user_error=is_user_error))
+        sys.exit(2)
+    serve(channel, llm)
+    # The kernel frees all there is, at once and without a word of the libraries about leaks.
+    logging.shutdown()
+    os._exit(0)
+
+
+def first_message(channel: Channel) -> ipc.Start:
+    """The message that a server begins with."""
+    while True:
+        for message in channel.receive(BEAT_S):
+            assert isinstance(message, ipc.Start), type(message)
+            return message
+
+
+def _load(start: ipc.Start) -> LLM:
+    keep_freed_memory()
+    logger.info("loading %s; the demo model is built first where it is new", start.model)
+    source: str = start.model
+    if source == "demo":
+        source = str(demo_model(cache_dir(), lambda _what, _share: None))
+    elif source == "demo-dense":
+        source = str(find_demo_gguf())
+    settings = {field.name: getattr(start.config, field.name) for field in fields(start.config)}
+    return LLM(source, **settings)
+
+
+def _info(llm: LLM) -> ipc.EngineInfo:
+    return ipc.EngineInfo(
+        name=llm.loaded.name,
+        vocab_size=llm.model_config.vocab_size,
+        max_model_len=llm.engine.scheduler.max_seq_len,
+        max_num_seqs=llm.config.max_num_seqs,
+        eos_token_ids=list(llm.model_config.eos_token_ids),
+        kv_cache_dtype=llm.config.kv_cache_dtype,
+        kv_full_page_bits=llm.pool.full_page_bits,
+        num_pages=llm.engine.scheduler.allocator.num_pages,
+        device=llm.device.name,
+    )
+
+
+def _tokenizer_file(tokenizer: Tokenizer | None) -> ipc.TokenizerFile | None:
+    if tokenizer is None:
+        return None
+    return ipc.TokenizerFile(
+        tokenizer_json=tokenizer.backend.to_str(),
+        config=tokenizer.config,
+        eos_token_ids=list(tokenizer.eos_token_ids),
+        bos_token_id=tokenizer.bos_token_id,
+        chat_template=tokenizer.chat_template,
+    )
+
+
+if __name__ == "__main__":
+    main()

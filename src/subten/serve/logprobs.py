@@ -1,0 +1,121 @@
+"""Log-probabilities as OpenAI's API shows them: each token with its true bytes."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from subten.core import TokenLogprobs
+from subten.tokenizer import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_LOWEST = -9999.0
+"""In place of minus infinity, which JSON does not have; OpenAI's own value."""
+
+
+class TokenTexts:
+    """Bytes and text of single tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._backend = tokenizer.backend
+        decoder = json.dumps(json.loads(tokenizer.backend.to_str()).get("decoder"))
+        self._is_byte_level = '"ByteLevel"' in decoder
+        self._has_byte_tokens = '"ByteFallback"' in decoder
+        added = tokenizer.backend.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self.special_ids = [token_id for token_id, token in added.items() if token.special]
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """What a token adds to a text; a piece of a character, perhaps."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        spelling = self._backend.id_to_token(token_id)
+        if spelling is None:
+            return b""
+        if self._is_byte_level:
+            table = _byte_of_char()
+            return b"".join(
+                bytes([table[char]]) if char in table else char.encode() for char in spelling
+            )
+        match = _BYTE_TOKEN.fullmatch(spelling) if self._has_byte_tokens else None
+        if match:
+            return bytes([int(match[1], 16)])
+        return str(spelling).replace("\u2581", " ").encode()
+
+    def text_of(self, token_id: int) -> str:
+        """The text of a token, or `bytes:` and its bytes in hexadecimal if it is no text."""
+        data = self.bytes_of(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def chat_logprobs(texts: TokenTexts, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    """`logprobs` of a chat choice."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": texts.text_of(token_id),
+            "logprob": _number(logprob),
+            "bytes": list(texts.bytes_of(token_id)),
+        }
+
+    content = [
+        entry(found.token_id, found.logprob)
+        | {"top_logprobs": [entry(token_id, logprob) for token_id, logprob in found.top]}
+        for found in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    texts: TokenTexts, entries: Sequence[TokenLogprobs | int], *, offset: int
+) -> dict[str, Any]:
+    """`logprobs` of a completion choice; a plain id is a token without one, a prompt's first.
+
+    `offset` is where in the text the first token begins, in characters.
+    """
+    tokens: list[str] = []
+    chosen: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    num_chars = offset
+    for found in entries:
+        token_id = found if isinstance(found, int) else found.token_id
+        offsets.append(num_chars)
+        num_chars += len(decoder.decode(texts.bytes_of(token_id)))
+        tokens.append(texts.text_of(token_id))
+        if isinstance(found, int):
+            chosen.append(None)
+            tops.append(None)
+        else:
+            chosen.append(_number(found.logprob))
+            top = {texts.text_of(i): _number(logprob) for i, logprob in found.top}
+            tops.append({texts.text_of(token_id): _number(found.logprob)} | top)
+    return {
+        "tokens": tokens,
+        "token_logprobs": chosen,
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }
+
+
+def _number(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _LOWEST
+
+
+@functools.cache
+def _byte_of_char() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {
+        chr(256 + index): byte for index, byte in enumerate(others)
+    }

@@ -1,0 +1,350 @@
+"""Parts of the server that need no process: settings, keys, calls, templates, token texts."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from scripted import byte_tokenizer
+from tiny_llama import vocabulary
+
+from subten.config import EngineConfig
+from subten.core import ConfigError
+from subten.serve import template_process
+from subten.serve.auth import HostList, KeyRing, is_loopback
+from subten.serve.errors import ApiError
+from subten.serve.logprobs import TokenTexts
+from subten.serve.metrics import Metrics
+from subten.serve.settings import ServeConfig
+from subten.serve.strict_json import MAX_DEPTH, parse_object
+from subten.serve.supervisor import EngineState
+from subten.serve.tool_calls import CLOSE, OPEN, ToolCallReader
+
+
+def config(**fields: Any) -> ServeConfig:
+    return ServeConfig(model="demo", engine=EngineConfig(), **fields)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", "", "127.0.0.1.x"])
+def test_other_addresses_need_a_key(host):
+    with pytest.raises(ConfigError, match="host"):
+        config(host=host)
+    assert config(host=host, api_key=("0123456789",)).hosts == ()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost", "[::1]"])
+def test_the_loopback_needs_none(host):
+    assert is_loopback(host)
+    assert host in config(host=host).hosts
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("port", 65536),
+        ("port", -1),
+        ("api_key", ("short",)),
+        ("api_key", ("with space in it",)),
+        ("api_key", ("k\u00e9y-0123456789",)),
+        ("max_queued_requests", -1),
+        ("drain_timeout", -1.0),
+        ("drain_timeout", float("nan")),
+        ("tool_call_parser", "other"),
+        ("served_model_name", ("",)),
+    ],
+)
+def test_settings_are_checked(field, value):
+    with pytest.raises(ConfigError, match=field) as caught:
+        config(**{field: value})
+    assert field != "api_key" or str(value[0]) not in str(caught.value)
+
+
+def connection(*headers: tuple[str, str]) -> Any:
+    scope = {"headers": [(k.encode(), v.encode("latin-1")) for k, v in headers]}
+    return SimpleNamespace(scope=scope)
+
+
+def test_keys():
+    ring = KeyRing(["first-key", "second-key"])
+    tenants = {
+        ring.check(connection(("authorization", f"Bearer {key}")))
+        for key in ("first-key", "second-key")
+    }
+    assert len(tenants) == 2
+    assert ring.check(connection(("authorization", "bearer first-key"))) in tenants
+    assert not any("key" in tenant for tenant in tenants)
+    for value in ("", "Bearer", "Bearer ", "Bearer first", "first-key", "Bearer first-key2"):
+        with pytest.raises(ApiError) as caught:
+            ring.check(connection(("authorization", value)))
+        assert caught.value.status == 401
+    assert KeyRing([]).check(connection()) == ""
+
+
+def test_hosts():
+    hosts = HostList(["localhost", "::1", "Example.org"])
+    for name in ("localhost", "LOCALHOST:1", "[::1]", "[::1]:80", "example.org"):
+        hosts.check(connection(("host", name)))
+    bad = ["", "other", "a/?", "localhost/", "localhost:", "x@localhost", "localhost:1:2", "::1"]
+    for name in bad:
+        with pytest.raises(ApiError):
+            hosts.check(connection(("host", name)))
+    for headers in ([], [("host", "localhost")] * 2):
+        with pytest.raises(ApiError):
+            hosts.check(connection(*headers))
+    HostList([]).check(connection(("host", "anything.example")))
+
+
+def test_json_within_its_depth():
+    nested = b'{"a": ' + b"[" * (MAX_DEPTH - 1) + b"]" * (MAX_DEPTH - 1) + b"}"
+    assert parse_object(nested)
+    with pytest.raises(ApiError, match="nested"):
+        parse_object(nested.replace(b"[", b"[[", 1).replace(b"]", b"]]", 1))
+    with pytest.raises(ApiError, match="twice"):
+        parse_object(b'{"a": [{"b": 1, "b": 2}]}')
+    for text in (b'["\\ud800"]', b'{"\\udc00": 1}', b'{"x": "\\ud800\\ud800"}'):
+        with pytest.raises(ApiError, match="surrogate"):
+            parse_object(b'{"a": ' + text + b"}")
+    assert parse_object(b'{"a": "\\ud83e\\uddec"}') == {"a": "\U0001f9ec"}
+
+
+CALL = '{"name": "add", "arguments": {"x": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "names"),
+    [
+        ("plain", "plain", []),
+        (f"a{OPEN}{CALL}{CLOSE}b", "ab", ["add"]),
+        (f"{OPEN}{CALL}{CLOSE}{OPEN}\n{CALL}\n{CLOSE}", "", ["add", "add"]),
+        (f"{OPEN}{CALL}", "", ["add"]),
+        (f"{OPEN}not json{CLOSE}", f"{OPEN}not json{CLOSE}", []),
+        (f"{OPEN}[1]{CLOSE}", f"{OPEN}[1]{CLOSE}", []),
+        ('<tool_call{"a"', '<tool_call{"a"', []),
+        (f"a{CLOSE}", f"a{CLOSE}", []),
+        (f"{OPEN}{'[' * 5000}{CLOSE}", f"{OPEN}{'[' * 5000}{CLOSE}", []),
+        ("a<", "a<", []),
+    ],
+)
+def test_calls_are_found_however_the_text_is_split(text, shown, names):
+    rng = random.Random()
+    for size in (1, 2, 7, 10_000):
+        reader, found_text, calls, rest = ToolCallReader(), "", [], text
+        while rest:
+            piece = rest[: rng.randint(1, size)]
+            rest = rest[len(piece) :]
+            found = reader.push(piece)
+            found_text += found.text
+            calls += found.calls
+        found = reader.flush()
+        assert found_text + found.text == shown
+        assert [call.name for call in calls + found.calls] == names
+        assert all(json.loads(c.arguments) == {"x": 1} for c in calls + found.calls)
+
+
+def test_hostile_text_takes_linear_time():
+    piece = (OPEN[:-1] + "<") * 200
+    times = []
+    for num_pieces in (20, 80):
+        reader = ToolCallReader()
+        began_s = time.process_time()
+        for _ in range(num_pieces):
+            reader.push(piece)
+        reader.push(OPEN)
+        for _ in range(num_pieces):
+            reader.push(piece)
+        times.append(time.process_time() - began_s)
+    # Four times the text: quadratic time would be sixteen times as much.
+    assert times[1] < 10 * max(times[0], 0.005), times
+
+
+def render(template: str, **variables: Any) -> dict[str, Any]:
+    request = {"template": template, "variables": {"messages": []} | variables, "max_chars": 1000}
+    return template_process.render(request)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__ }}",
+        "{{ ''['__class__'] }}",
+        "{{ ''|attr('__class__') }}",
+        "{{ messages.append(1) }}",
+        "{{ messages.__init__ }}",
+        "{{ cycler.__init__.__globals__.os.popen('true') }}",
+        "{{ self.__init__ }}",
+        "{{ lipsum.__globals__ }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ strftime_now.__closure__ }}",
+        "{{ '%s'.format(messages).__class__ }}",
+        "{{ '{0.__class__}'.format('') }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}{{ os }}",
+        "{% extends 'x' %}",
+        "{{ joiner.__class__.__mro__ }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{{ 'a' * 2000 }}",
+        "{% for i in range(2000) %}a{% endfor %}",
+        "{{ [1, 2]|sum(attribute='__class__') }}",
+        "{{ 1 / 0 }}",
+        "{% if",
+        "{{ '\\ud800' }}",
+    ],
+)
+def test_templates_reach_nothing(template):
+    answer = render(template)
+    text = answer.get("text", "")
+    # Either refused, or an undefined value that prints nothing.
+    assert "error" in answer or text in ("", "{0.__class__}"), answer
+
+
+def test_templates_see_what_they_are_given():
+    given = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"a": 1}], "mood": "glad"}
+    template = "{{ messages[0].content }} {{ tools|tojson }} {{ mood }}"
+    assert render(template, **given)["text"] == 'hi [{"a": 1}] glad'
+    request = {"template": template, "variables": {}, "max_chars": 10, "names": True}
+    assert template_process.render(request)["names"] == ["messages", "mood", "tools"]
+
+
+def test_token_bytes_of_a_byte_fallback_vocabulary():
+    texts = TokenTexts(byte_tokenizer())
+    assert texts.bytes_of(0xF0) == b"\xf0"
+    assert texts.text_of(0xF0) == "bytes:\\xf0"
+    assert texts.text_of(ord("a")) == "a"
+    assert texts.text_of(257) == " the"
+    assert texts.text_of(256) == "</s>"
+
+
+def test_token_bytes_of_a_byte_level_vocabulary():
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    from subten.tokenizer import Tokenizer
+
+    spelled = {token: i for i, token in enumerate(vocabulary())}
+    backend = Backend(models.BPE(vocab=spelled, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_end|>"])
+    tokenizer = Tokenizer(backend, eos_token_ids=[2])
+    texts = TokenTexts(tokenizer)
+    text = "caf\u00e9 \U0001f9ec\n\u65e5"
+    ids = tokenizer.encode(text)
+    assert b"".join(texts.bytes_of(token_id) for token_id in ids).decode() == text
+    assert texts.text_of(spelled["<|im_end|>"]) == "<|im_end|>"
+
+
+def test_a_scrape_is_quick():
+    supervisor: Any = SimpleNamespace(
+        state=EngineState.READY, num_restarts=0, status=None, ready=None
+    )
+    metrics = Metrics("m", supervisor)
+    times = []
+    for _ in range(5):
+        metrics.itl.observe(random.random())
+        began_s = time.process_time()
+        text = metrics.render()
+        times.append(time.process_time() - began_s)
+    assert min(times) < 0.05
+    assert b'subten:inter_token_latency_seconds_bucket{le="0.0001",model_name="m"}' in text
+    assert Metrics("m", supervisor).render()  # a registry each
+
+
+@pytest.fixture
+def config_file(tmp_path) -> Iterator[Any]:
+    def write(text: str) -> str:
+        path = tmp_path / "serve.yaml"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def run_cli(monkeypatch: pytest.MonkeyPatch, *args: str) -> Any:
+    """The ServeConfig that a command line leads to, or the one line that it is refused with."""
+    from typer.testing import CliRunner
+
+    from subten.cli import app
+
+    found: list[ServeConfig] = []
+    monkeypatch.setattr("subten.serve.server.run", found.append)
+    monkeypatch.delenv("SUBTEN_API_KEY", raising=False)
+    result = CliRunner().invoke(app, ["serve", *args], prog_name="subten")
+    if result.exit_code == 0:
+        return found[0]
+    assert result.exit_code == 2, (result.exit_code, result.output, result.exception)
+    assert result.stderr.count("\n") == 1, result.stderr
+    return result.stderr
+
+
+def test_a_config_file_gives_what_the_command_line_does_not(monkeypatch, config_file):
+    path = config_file(
+        "model: demo-dense\nport: 9000\nkv-cache-dtype: int4\napi_key: [0123456789]\n"
+        "max_num_seqs: 8\nallowed-host: [a.example, b.example]\nenforce-eager: true\n".replace(
+            "0123456789", "key-0123456789"
+        )
+    )
+    found = run_cli(monkeypatch, "--config", path, "--port", "9001")
+    assert found.port == 9001
+    assert found.model == "demo-dense"
+    assert found.engine.kv_cache_dtype == "int4"
+    assert found.engine.max_num_seqs == 8
+    assert found.engine.enforce_eager
+    assert found.api_key == ("key-0123456789",)
+    assert found.allowed_host == ("a.example", "b.example")
+    assert run_cli(monkeypatch, "demo", "--config", path).model == "demo"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("prot: 1", "prot"),
+        ("- 1", "mapping"),
+        ("a: [", "YAML"),
+        ("port: many", "port"),
+        ("!!python/object/apply:os.system ['true']", "YAML"),
+        ("host: 0.0.0.0", "host"),
+        ("config: other.yaml", "config"),
+    ],
+)
+def test_bad_config_files_are_refused_in_one_line(monkeypatch, config_file, text, named):
+    assert named in run_cli(monkeypatch, "--config", config_file(text))
+
+
+def test_the_command_line(monkeypatch):
+    found = run_cli(monkeypatch, "demo", "--api-key", "key-0123456789", "--host", "0.0.0.0")
+    assert found.host == "0.0.0.0"
+    assert run_cli(monkeypatch).host == "127.0.0.1"
+    assert "host" in run_cli(monkeypatch, "--host", "0.0.0.0")
+    assert "config" in run_cli(monkeypatch, "--config", "no-such-file.yaml")
+    assert "max_num_seqs" in run_cli(monkeypatch, "--max-num-seqs", "0")
+
+
+def test_the_server_itself_loads_no_torch():
+    code = (
+        "import sys, subten.serve.server\n"
+        "assert not {'torch', 'numpy', 'llguidance'} & set(sys.modules), 'heavy imports'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_the_key_may_come_from_the_environment(monkeypatch):
+    from subten.config import env_api_key
+
+    monkeypatch.setenv("SUBTEN_API_KEY", "key-0123456789")
+    assert env_api_key() == ("key-0123456789",)
+    monkeypatch.setenv("SUBTEN_API_KEY", "")
+    with pytest.raises(ConfigError, match="SUBTEN_API_KEY"):
+        env_api_key()
+    monkeypatch.delenv("SUBTEN_API_KEY")
+    assert env_api_key() == ()

@@ -1,0 +1,308 @@
+"""Processes that die, freeze or are told to stop, and clients that go away."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from serving import MODEL, TEXTS, Server, children, is_running
+from tiny_llama import TinyShape, hf_tensors, write_gguf
+
+LONG = {"model": MODEL, "prompt": "long", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
+
+
+def start() -> Server:
+    """A server whose steps take 20 ms: answers last as long as a test needs."""
+    settings = {"max_queued_requests": 3, "drain_timeout": 2.0, "silence_s": 4.0}
+    return Server(engine={"step_s": 0.02}, **settings)
+
+
+@pytest.fixture(scope="module")
+def slow_server() -> Iterator[Server]:
+    server = start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def own_server() -> Iterator[Server]:
+    """One that a test may end."""
+    server = start()
+    yield server
+    server.close()
+
+
+class Growth:
+    """How far samples have grown since now."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._before = server.metrics()
+
+    def __getitem__(self, name: str) -> float:
+        name = f"subten:{name}"
+        return self._server.metrics()[name] - self._before.get(name, 0.0)
+
+    def ends(self, reason: str) -> float:
+        return self[f'request_success_total{{finished_reason="{reason}"}}']
+
+
+class Stream:
+    """One streaming request, read in the background; its socket can be cut."""
+
+    def __init__(self, server: Server, **fields: Any) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        body = json.dumps(LONG | {"stream": True} | fields)
+        self._connection.request("POST", "/v1/completions", body)
+        self._answer = self._connection.getresponse()
+        self.status = self._answer.status
+        self.events: list[Any] = []
+        self.is_done = False
+        self.ended_s = 0.0
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            for line in self._answer:
+                if line.startswith(b"data: "):
+                    data = line.removeprefix(b"data: ").strip()
+                    if data == b"[DONE]":
+                        self.is_done = True
+                    else:
+                        self.events.append(json.loads(data))
+        except (OSError, ValueError, http.client.HTTPException):
+            pass
+        self.ended_s = time.monotonic()
+
+    @property
+    def text(self) -> str:
+        return "".join(e["choices"][0]["text"] for e in self.events if "choices" in e)
+
+    def cut(self) -> None:
+        sock = self._connection.sock or self._answer.fp.raw._sock
+        sock.shutdown(socket.SHUT_RDWR)
+
+    def join(self, timeout_s: float = 30.0) -> None:
+        self._thread.join(timeout_s)
+        assert not self._thread.is_alive(), "the stream does not end"
+
+
+def raw_request(body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def is_ready(server: Server) -> bool:
+    return server.request("GET", "/health/ready")[0] == 200
+
+
+def test_clients_that_go_away_free_their_pages(slow_server):
+    server = slow_server
+    growth = Growth(server)
+    running = [Stream(server, prompt=f"long{i}") for i in range(4)]
+    server.until(lambda: all(stream.events for stream in running))
+    # Four run; the next two wait, one of them not streaming.
+    queued = socket.create_connection(("127.0.0.1", server.port))
+    waiting = socket.create_connection(("127.0.0.1", server.port))
+    for sock, is_stream in ((queued, True), (waiting, False)):
+        data = json.dumps(LONG | {"stream": is_stream}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
+        )
+        sock.sendall(head.encode() + b"\r\n" + data)
+    server.until(lambda: server.metrics()["subten:num_requests_waiting"] == 2)
+    queued.close()
+    waiting.close()
+    server.until(lambda: server.metrics()["subten:num_requests_waiting"] == 0)
+    assert server.metrics()["subten:num_requests_running"] == 4
+    for stream in running:
+        stream.cut()
+    server.until(lambda: server.metrics()['subten:kv_pages{state="used"}'] == 0)
+    assert growth.ends("cancelled") == 6
+    # None of them was computed to its end, which takes 900 steps.
+    assert growth["engine_steps_total"] < 890
+    whole = server.complete("fox", max_tokens=99)
+    assert whole["choices"][0]["text"] == TEXTS["fox"]
+
+
+def test_a_full_queue_says_so_at_once(slow_server):
+    server = slow_server
+    growth = Growth(server)
+    streams = [Stream(server, prompt=f"long{i}") for i in range(4)]
+    more = [threading.Thread(target=server.complete, args=("fox",)) for _ in range(3)]
+    for thread in more:
+        thread.start()
+    server.until(lambda: server.metrics()["subten:num_requests_waiting"] == 3)
+    began_s = time.monotonic()
+    status, headers, text = server.request("POST", "/v1/completions", LONG)
+    assert time.monotonic() - began_s < 1
+    assert status == 429
+    assert int(headers["retry-after"]) >= 1
+    assert json.loads(text)["error"]["type"] == "rate_limit_error"
+    for stream in streams:
+        stream.cut()
+    for thread in more:
+        thread.join(30)
+    # One more answer than there is room for, though nobody waits.
+    assert server.request("POST", "/v1/completions", LONG | {"n": 8})[0] == 429
+    assert growth.ends("rejected") == 1 + 8
+    assert growth["request_accepted_total"] == 4 + 3 + 1 + 8
+
+
+def test_a_killed_engine(slow_server):
+    server = slow_server
+    growth = Growth(server)
+    streams = [Stream(server, prompt=f"long{i}") for i in range(4)]
+    server.until(lambda: all(len(stream.events) > 2 for stream in streams))
+    pid = server.engine_pid()
+    began_s = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    server.until(lambda: not is_ready(server), timeout_s=2)
+    for stream in streams:
+        stream.join(2)
+        assert stream.ended_s - began_s < 2
+        assert stream.events[-1]["error"]["code"] == "engine_failed"
+        assert not stream.is_done
+    assert server.request("GET", "/health/live")[0] == 200
+    status, headers, _ = server.request("POST", "/v1/completions", LONG)
+    assert status == 503
+    assert "retry-after" in headers
+    server.until(lambda: is_ready(server), timeout_s=60)
+    assert server.engine_pid() != pid
+    assert server.complete("fox", max_tokens=99)["choices"][0]["text"] == TEXTS["fox"]
+    assert growth.ends("error") == 4
+    assert growth["engine_restarts_total"] == 1
+
+
+def test_a_killed_server_leaves_nothing_behind(own_server):
+    server = own_server
+    stream = Stream(server)
+    server.until(lambda: stream.events)
+    pids = children(server.process.pid, "engine")
+    pids += children(server.process.pid, "subten.serve.template_process")
+    assert len(pids) == 3
+    server.process.kill()
+    server.process.wait(10)
+    server.until(lambda: not any(is_running(pid) for pid in pids), timeout_s=5)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", server.port), timeout=5)
+
+
+def test_a_frozen_engine(slow_server):
+    server = slow_server
+    stream = Stream(server)
+    server.until(lambda: stream.events)
+    pid = server.engine_pid()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        server.until(lambda: not is_ready(server), timeout_s=10)
+        assert server.request("GET", "/health/live")[0] == 200
+        assert server.request("POST", "/v1/completions", LONG)[0] == 503
+        stream.join(10)
+        assert "error" in stream.events[-1]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    server.until(lambda: is_ready(server), timeout_s=10)
+    assert server.engine_pid() == pid
+    assert server.complete("fox", max_tokens=99)["choices"][0]["text"] == TEXTS["fox"]
+
+
+def test_sigterm_lets_answers_end(own_server):
+    server = own_server
+    short = Stream(server, max_tokens=30)
+    long = Stream(server, prompt="longer")
+    server.until(lambda: short.events and long.events)
+    server.process.send_signal(signal.SIGTERM)
+    server.until(lambda: not is_ready(server), timeout_s=2)
+    status, headers, text = server.request("POST", "/v1/completions", LONG)
+    assert status == 503
+    assert "retry-after" in headers
+    assert json.loads(text)["error"]["code"] == "draining"
+    short.join()
+    assert short.is_done
+    assert len(short.text) == 30
+    long.join()
+    assert long.events[-1]["error"]["type"] == "service_unavailable_error"
+    assert not long.is_done
+    assert server.process.wait(10) == 0
+    assert not children(server.process.pid, "engine")
+
+
+def test_a_real_model_from_the_command_line(tmp_path):
+    from openai import OpenAI
+
+    shape = TinyShape()
+    path = write_gguf(tmp_path / "tiny.gguf", shape, hf_tensors(shape))
+    options = ["--port", "0", "--device", "cpu", "--kv-cache-dtype", "int4", "--max-num-seqs", "2"]
+    server = Server(command=["-m", "subten", "serve", str(path), *options])
+    try:
+        with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            assert [model.id for model in client.models.list().data] == ["tiny"]
+            settings = {"model": "tiny", "messages": [{"role": "user", "content": "hat"}]}
+            settings |= {"max_tokens": 8, "temperature": 0, "logprobs": True}
+            whole = client.chat.completions.create(**settings)
+            chunks = list(client.chat.completions.create(**settings, stream=True))
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert text == whole.choices[0].message.content
+        assert len(whole.choices[0].logprobs.content) == whole.usage.completion_tokens
+    finally:
+        assert server.close() == 0
+
+
+def test_a_model_that_is_not_there_opens_no_port(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "subten", "serve", str(tmp_path / "none.gguf"), "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 2
+    assert "listening" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("subten: error: ")
+    assert "none.gguf" in done.stderr
+
+
+def test_one_request_that_fails_leaves_the_others(slow_server):
+    server = slow_server
+    stream = Stream(server, max_tokens=60)
+    server.until(lambda: stream.events)
+    status, value = server.post("/v1/completions", {"model": MODEL, "prompt": "bad"})
+    assert status == 500
+    assert value["error"]["code"] == "engine_error"
+    stream.join()
+    assert stream.is_done
+    assert len(stream.text) == 60
+
+
+def test_a_reader_that_stalls_delays_nobody(slow_server):
+    server = slow_server
+    growth = Growth(server)
+    stalled = socket.create_connection(("127.0.0.1", server.port))
+    stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    data = json.dumps(LONG | {"stream": True, "max_tokens": 200}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    stalled.sendall(head.encode() + data)
+    assert server.complete("fox", max_tokens=99)["choices"][0]["text"] == TEXTS["fox"]
+    server.until(lambda: growth.ends("length") == 1)
+    received = b""
+    while b"[DONE]" not in received:
+        received += stalled.recv(4096)
+    stalled.close()
