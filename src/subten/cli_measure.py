@@ -16,6 +16,7 @@ from subten.cli_options import (
     DtypeOption,
     JsonFileOption,
     JsonOption,
+    KVBitsOption,
     KVCacheOption,
     KVCachesOption,
     MaxModelLenOption,
@@ -65,6 +66,7 @@ def plan(
         str | None, typer.Option(help="mixtral-8x7b, qwen3-30b-a3b or llama-3-70b.")
     ] = None,
     kv_cache_dtype: KVCacheOption = "bf16",
+    kv_bits_budget: KVBitsOption = None,
     context_len: Annotated[
         int | None,
         typer.Option(help="Tokens in one sequence's cache; default: 8192, or the model's context."),
@@ -89,7 +91,6 @@ def plan(
       subten plan --shape mixtral-8x7b --quantization fp8 --batch-size 8 --json
     """
     from subten.bench.plan import H200_BANDWIDTH_TBPS, Workload, make_plan
-    from subten.codecs import kv_format
 
     config = _planned_config(model, shape)
     longest = config.max_model_len
@@ -108,13 +109,28 @@ def plan(
             memory_bytes=_default_memory() if memory is None else memory * 1e9,
         ),
         kv_cache_dtype=kv_cache_dtype,
-        kv_true_bits=kv_format(kv_cache_dtype, config.head_dim).true_bits,
+        kv_true_bits=_planned_bits(kv_cache_dtype, kv_bits_budget, config.head_dim),
     )
     name = model or shape or ""
     if json:
         print_json({"model": name, **result.as_dict()})
     else:
         typer.echo(plan_text(name, config, result))
+
+
+def _planned_bits(kv_cache_dtype: str, kv_bits_budget: float | None, head_dim: int) -> float:
+    """True bits of a cache: those of its format, or for an adaptive one the budget."""
+    from subten.codecs.adaptive import ADAPTIVE, cache_format
+
+    fmt = cache_format(kv_cache_dtype, head_dim)
+    if (kv_cache_dtype == ADAPTIVE) != (kv_bits_budget is not None):
+        allowed = "a number of bits with --kv-cache-dtype adaptive, and none with another"
+        raise refuse(ConfigError, "kv_bits_budget", kv_bits_budget, allowed)
+    if kv_bits_budget is None:
+        return fmt.true_bits
+    if not 0.0 < kv_bits_budget <= fmt.true_bits:
+        raise refuse(ConfigError, "kv_bits_budget", kv_bits_budget, f"up to {fmt.true_bits:g}")
+    return kv_bits_budget
 
 
 def plan_text(name: str, config: ModelConfig, plan: Plan) -> str:

@@ -33,8 +33,39 @@ KVCacheOption = Annotated[
     typer.Option(
         "--kv-cache-dtype",
         metavar="CODEC",
-        help="KV cache format: bf16, fp8, int8, int4, fp4 and more (see `subten info`).",
+        help="KV cache format: bf16, fp8, int8, int4, int2, adaptive and more (see `subten info`).",
     ),
+]
+KVBitsOption = Annotated[
+    float | None,
+    typer.Option(
+        "--kv-bits-budget",
+        metavar="BITS",
+        help="adaptive: true bits an element at the longest context; default: what memory holds.",
+    ),
+]
+KVMemoryOption = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-memory-bytes",
+        metavar="BYTES",
+        help="adaptive: memory of the whole KV cache; default: sized like any other.",
+    ),
+]
+KVColdOption = Annotated[
+    bool,
+    typer.Option(
+        "--kv-cold-pages/--no-kv-cold-pages",
+        help="adaptive: the least important pages may go down to 1.5 bits.",
+    ),
+]
+KVSinkOption = Annotated[
+    int | None,
+    typer.Option("--kv-sink-tokens", help="adaptive: first tokens that stay in BF16."),
+]
+KVWindowOption = Annotated[
+    int | None,
+    typer.Option("--kv-window-tokens", help="adaptive: last tokens that stay in BF16."),
 ]
 KVCachesOption = Annotated[
     str,

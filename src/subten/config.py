@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,14 @@ class EngineConfig:
     are loaded, with `quantize_head` also a head that is not the embedding; `num_pages` None sizes
     the page pool from the memory at hand: on a GPU `gpu_memory_utilization` of its memory less
     weights, on a CPU `cpu_kv_cache_bytes`; `enforce_eager` decodes without CUDA graphs on a GPU
-    too.
+    too. A step that decodes computes at most `max_prefill_tokens` of prompts beside (None: up to
+    `max_num_batched_tokens`); with `max_queue` requests waiting, more are refused (None: never).
+
+    With `kv_cache_dtype` adaptive: `kv_bits_budget` true bits an element, which a sequence of
+    `max_model_len` tokens takes (None: as fine as memory allows); `kv_memory_bytes` is the memory
+    of the whole cache (None: sized like any other); `kv_cold_pages` lets pages go down to 1.5 bits;
+    `kv_sink_tokens` first and `kv_window_tokens` last tokens of a sequence stay in BF16, and their
+    pages with them. None where another format takes no such setting.
     """
 
     kv_cache_dtype: str = "bf16"
@@ -85,18 +93,26 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    max_prefill_tokens: int | None = None
+    max_queue: int | None = None
     num_pages: int | None = None
     gpu_memory_utilization: float = 0.9
     cpu_kv_cache_bytes: int = 256 * 2**20
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
+    kv_bits_budget: float | None = None
+    kv_memory_bytes: int | None = None
+    kv_cold_pages: bool = False
+    kv_sink_tokens: int | None = None
+    kv_window_tokens: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "cpu_kv_cache_bytes"):
             if getattr(self, name) < 1:
                 raise refuse(ConfigError, name, getattr(self, name), "an integer of at least 1")
-        for name in ("max_model_len", "num_pages"):
+        optional = ("max_model_len", "num_pages", "kv_memory_bytes")
+        for name in (*optional, "max_prefill_tokens", "max_queue"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise refuse(ConfigError, name, value, "an integer of at least 1, or None")
@@ -114,6 +130,33 @@ class EngineConfig:
         ):
             if getattr(self, name) not in allowed:
                 raise refuse(ConfigError, name, getattr(self, name), ", ".join(allowed))
+        self._check_adaptive()
+
+    def _check_adaptive(self) -> None:
+        bits = self.kv_bits_budget
+        if bits is not None and not 0.0 < bits < math.inf:
+            raise refuse(ConfigError, "kv_bits_budget", bits, "a number of bits above 0, or None")
+        for name in ("kv_sink_tokens", "kv_window_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise refuse(ConfigError, name, value, "an integer of at least 0, or None")
+        if self.kv_cache_dtype == "adaptive":
+            return
+        for name in ADAPTIVE_FIELDS:
+            value = getattr(self, name)
+            if value is not None and value is not False:
+                allowed = "none, as kv_cache_dtype is not adaptive"
+                raise refuse(ConfigError, name, value, allowed)
+
+
+ADAPTIVE_FIELDS = (
+    "kv_bits_budget",
+    "kv_memory_bytes",
+    "kv_cold_pages",
+    "kv_sink_tokens",
+    "kv_window_tokens",
+)
+"""Settings of an adaptive cache."""
 
 
 def cache_dir() -> Path:
@@ -125,3 +168,14 @@ def cache_dir() -> Path:
         return Path(explicit)
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "subten"
+
+
+API_KEY_VARIABLE = "SUBTEN_API_KEY"
+
+
+def env_api_key() -> tuple[str, ...]:
+    """The key that clients of a server must send: SUBTEN_API_KEY, or () if it is not set."""
+    key = os.environ.get(API_KEY_VARIABLE)
+    if key == "":
+        raise ConfigError(f"{API_KEY_VARIABLE}: got ''; allowed: a key, or no such variable")
+    return () if key is None else (key,)

@@ -28,6 +28,7 @@ COMMANDS = [
     ["eval", "kv"],
     ["bench", "latency"],
     ["bench", "kernels"],
+    ["serve"],
     ["train"],
 ]
 
@@ -122,6 +123,17 @@ def test_generate_json_is_one_object_with_what_a_program_needs(model):
     assert value["kv_full_page_bits"] == 16
 
 
+def test_generate_counts_the_pages_of_an_adaptive_cache_by_rung(model):
+    options = ("--kv-cache-dtype", "adaptive", "--kv-sink-tokens", "0", "--raw", "--ignore-eos")
+    value = run_json("generate", "x" * 150, "--model", model, *options, "--max-tokens=2", "--json")
+    assert value["kv_cache_dtype"] == "adaptive"
+    assert value["kv_pages"] == {"hot": 1, "k4v4": 2}
+    # 2 layers x 2 KV heads: BF16 rows; codes, norms (128 bytes are the least) and refinements.
+    page_bytes = {"hot": 4 * 64 * 64, "k4v4": 4 * (2 * (64 * 4 + 128) + 2 * 64 * 4)}
+    assert value["kv_bytes"] == page_bytes["hot"] + 2 * page_bytes["k4v4"]
+    assert value["kv_true_bits"] == pytest.approx(value["kv_bytes"] * 8 / (151 * 4 * 32))
+
+
 def test_a_chat_model_is_asked_through_its_template_unless_raw(model, plain_model):
     options = ("--max-tokens", "1", "--json")
     chat = run_json("generate", "hat", "--model", model, *options)["prompt_token_ids"]
@@ -207,6 +219,11 @@ def test_an_empty_prompt_is_refused(model, prompt):
         (["--top-p", "1.5"], "top_p: got 1.5; allowed: "),
         (["--seed", "-1"], "seed: got -1; allowed: "),
         (["--kv-cache-dtype", "int3"], "kv_cache_dtype: got 'int3'; allowed: fp32, bf16"),
+        (["--kv-bits-budget", "3"], "kv_bits_budget: got 3.0; allowed: none, as kv_cache_dtype"),
+        (
+            ["--kv-cache-dtype", "adaptive", "--kv-bits-budget", "1"],
+            "kv_bits_budget: got 1.0; allowed: at least",
+        ),
         (["--device", "tpu"], "device: got 'tpu'; allowed: auto, cpu"),
         (["--backend", "cublas"], "backend: got 'cublas'; allowed: "),
         (["--dtype", "float16"], "dtype: got 'float16'; allowed: "),
@@ -328,6 +345,11 @@ def test_plan_of_a_shape_and_of_a_model(model):
     assert own["context_len"] == 64
     assert "model, shape: got 'both'" in refusal("plan", "--model", model, "--shape", "x")
     assert "model, shape: got 'neither'" in refusal("plan")
+    adaptive = ("plan", "--shape", "mixtral-8x7b", "--kv-cache-dtype", "adaptive")
+    assert run_json(*adaptive, "--kv-bits-budget", "3.3", "--json")["kv_true_bits"] == 3.3
+    for bad in ([], ["--kv-bits-budget", "nan"], ["--kv-bits-budget", "17"]):
+        assert "kv_bits_budget: got" in refusal(*adaptive, *bad)
+    assert "kv_bits_budget: got 3.0" in refusal("plan", "--model", model, "--kv-bits-budget", "3")
 
 
 def test_plan_stays_within_the_context_of_the_model(model):

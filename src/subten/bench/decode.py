@@ -26,6 +26,7 @@ from subten.bench.recording import experts_read, record_step
 from subten.bench.roof import Roof
 from subten.bench.traffic import step_traffic
 from subten.cache.allocator import PageAllocator
+from subten.cache.pool import PagePool
 from subten.core import (
     PAGE_SIZE,
     Batch,
@@ -128,7 +129,7 @@ def measure_decode(
         max_model_len=workload.max_len,
         num_pages=workload.num_pages,
     ) as llm:
-        fill_pool(model, llm.pool)
+        fill_pool(model, _pool(llm))
         progress(0.1)
         rounds = _Rounds(llm, workload)
         samples_ms = rounds.run(lambda share: progress(0.1 + 0.8 * share))
@@ -138,7 +139,7 @@ def measure_decode(
         assert tpot is not None and ttft is not None
         traffic = step_traffic(
             model,
-            llm.pool,
+            _pool(llm),
             batch_size=workload.batch_size,
             mean_kv_len=workload.mean_kv_len,
             experts_per_layer=rounds.experts_per_layer,
@@ -238,7 +239,12 @@ class _Rounds:
             page_ids=[sequence.page_ids for sequence in sequences],
             device=model.device,
         )
-        return experts_read(record_step(model, step, self._llm.pool.pages_LPGB))
+        return experts_read(record_step(model, step, _pool(self._llm).pages_LPGB))
+
+
+def _pool(llm: LLM) -> PagePool:
+    assert isinstance(llm.pool, PagePool), type(llm.pool)
+    return llm.pool
 
 
 class _WithoutPrefill:

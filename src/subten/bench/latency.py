@@ -99,7 +99,7 @@ def _result(
     num_tokens = sum(len(completion.token_ids) for completion in completions)
     return {
         "kv_cache_dtype": llm.config.kv_cache_dtype,
-        "kv_true_bits": llm.pool.fmt.true_bits,
+        "kv_true_bits": llm.pool.full_page_bits,
         "kv_bytes_per_token": llm.pool.bytes_per_token,
         **asdict(shape),
         "ttft_ms": asdict(summary.ttft_ms) if summary.ttft_ms else None,

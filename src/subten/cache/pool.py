@@ -5,8 +5,13 @@ Letters: L layers, P pages, G KV heads, B bytes of one page of one KV head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from subten.cache.adaptive_pool import AdaptivePool
+from subten.cache.fidelity import Fidelity, Span
+from subten.cache.use import CacheUse
 from subten.codecs import KVFormat
 from subten.core import PAGE_SIZE
 
@@ -18,6 +23,8 @@ class PagePool:
     the length of a sequence are never read (`attend` masks the load, not the product), so what a
     former holder left, a NaN included, cannot reach the next one.
     """
+
+    fidelity: Fidelity | None = None
 
     def __init__(
         self,
@@ -33,6 +40,11 @@ class PagePool:
         self.num_kv_heads = num_kv_heads
         shape = (num_layers, num_pages, num_kv_heads, fmt.page_bytes)
         self.pages_LPGB = torch.empty(shape, dtype=torch.uint8, device=device)
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """What the model gets: `pages_LPGB`."""
+        return self.pages_LPGB
 
     @property
     def capacity(self) -> int:
@@ -58,16 +70,42 @@ class PagePool:
         """Bytes of `num_pages` pages."""
         return num_pages * self.bytes_per_page
 
+    @property
+    def full_page_bits(self) -> float:
+        """Bits an element in a full page."""
+        return self.fmt.true_bits
+
+    def bits(self, num_bytes: int, num_tokens: int) -> float | None:
+        """Bits per cached element of so many bytes; None without tokens."""
+        num_elements = num_tokens * self.num_layers * self.num_kv_heads * 2 * self.fmt.head_dim
+        return num_bytes * 8 / num_elements if num_tokens else None
+
+    def use(self, page_ids: Sequence[int]) -> CacheUse:
+        """What these pages take."""
+        num_bytes = self.bytes_used(len(page_ids))
+        return CacheUse(num_bytes=num_bytes, pages_by_kind={self.fmt.codec.name: len(page_ids)})
+
+    def write_page(self, page_id: int) -> int:
+        """The row of P that tokens of a page are written to: its own."""
+        return page_id
+
+    def prepare(self, spans: Sequence[Span]) -> None:
+        """Before a step: nothing to do, a page lies where it lies."""
+
+    def settle(self, spans: Sequence[Span], *, is_decode: bool) -> None:
+        """After a step was queued: nothing to do."""
+
     def true_bits(self, *, num_pages: int, num_tokens: int) -> float | None:
         """Bits per cached element when `num_tokens` tokens lie in `num_pages` pages.
 
         Every byte of the pages counts, the rows that no token fills yet included, so that it tends
         to `fmt.true_bits` from above as sequences grow. None without tokens.
         """
-        if num_tokens == 0:
-            return None
-        num_elements = num_tokens * self.num_layers * self.num_kv_heads * 2 * self.fmt.head_dim
-        return self.bytes_used(num_pages) * 8 / num_elements
+        return self.bits(self.bytes_used(num_pages), num_tokens)
+
+
+KVPool = PagePool | AdaptivePool
+"""What an engine keeps keys and values in."""
 
 
 def bytes_per_page(num_layers: int, num_kv_heads: int, fmt: KVFormat) -> int:

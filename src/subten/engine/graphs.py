@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from subten.cache.pool import PagePool
+from subten.cache.pool import KVPool
 from subten.core import PAGE_SIZE, BatchItem, Sequence
 from subten.engine.graph_inputs import (
     SAMPLING_LAYOUT,
@@ -50,8 +50,8 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: Callable[[StepTensors, torch.Tensor], torch.Tensor],
-        pool: PagePool,
+        model: Callable[[StepTensors, Any], torch.Tensor],
+        pool: KVPool,
         *,
         sample: Callable[..., Any],
         max_batch: int,
@@ -84,21 +84,29 @@ class DecodeGraphs:
         self._index, self._index32 = index, index.int()
 
     def run(
-        self, items: list[BatchItem], *, has_more: bool = False
+        self,
+        items: list[BatchItem],
+        *,
+        has_more: bool = False,
+        settle: Callable[[], None] = lambda: None,
     ) -> tuple[torch.Tensor, list[int]]:
         """One token for each item of one token: logits_SV, on the device, and the sampled ids.
 
-        BAD_LOGITS stands for a row that cannot be sampled. Penalties are not applied; who has any
-        may read the logits until the next run. With `has_more`, other sequences share the engine's
-        step: the next one will not be for these alone, and none is started ahead.
+        BAD_LOGITS stands for a row that cannot be sampled. Bias, penalties and masks are not
+        applied; who needs the logits may read them until the next run. With `has_more`, other
+        sequences share the engine's step: the next one will not be for these alone, and none is
+        started ahead. `settle` is called between the two: what it queues comes after this step and
+        before the next.
         """
         assert 1 <= len(items) <= self.max_batch, (len(items), self.max_batch)
         flight, self._ahead = self._ahead, None
         if flight is None or not flight.serves(items):
             flight = self._launch([_Row.of(item) for item in items])
+        settle()
         rows = [row.next() for row in flight.rows]
-        has_more = has_more or not all(item.needs_token for item in items)
-        if not has_more and all(self._may_follow(row) for row in rows):
+        # A step ahead would overwrite logits that are still to be read.
+        is_simple = all(item.needs_token and not _needs_logits(item) for item in items)
+        if not has_more and is_simple and all(self._may_follow(row) for row in rows):
             self._ahead = self._launch(rows, feed_T=flight.token_S)
         return flight.logits_SV, flight.read()
 
@@ -111,7 +119,7 @@ class DecodeGraphs:
         sequence = row.sequence
         params = sequence.request.sampling
         return (
-            not params.has_penalties
+            not sequence.request.needs_logits(row.index)
             and row.index < params.max_tokens
             and row.position + 1 < self._max_model_len
             and row.position < len(sequence.page_ids) * PAGE_SIZE
@@ -148,14 +156,14 @@ class DecodeGraphs:
             max_kv_len=bucket,
             max_query_len=1,
         )
-        logits_SV = self._model(step, self._pool.pages_LPGB)
+        logits_SV = self._model(step, self._pool.pages)
         return sample_step(logits_SV, self._sample, inputs)
 
     def _fill(self, rows: list[_Row], size: int) -> None:
         host = self._inputs.next_host()
         for i, row in enumerate(rows):
             sequence, position = row.sequence, row.position
-            page = sequence.page_ids[position // PAGE_SIZE]
+            page = self._pool.write_page(sequence.page_ids[position // PAGE_SIZE])
             if position < len(sequence.token_ids):
                 host["token_id_T"][i] = sequence.token_ids[position]
             host["position_T"][i] = position
@@ -221,6 +229,10 @@ class _Flight:
         self._done.wait()
         sampled: list[int] = self._sampled_S.tolist()
         return sampled
+
+
+def _needs_logits(item: BatchItem) -> bool:
+    return item.sequence.request.needs_logits(item.sequence.num_output)
 
 
 def _padded_size(num_sequences: int) -> int:

@@ -11,8 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from subten.cache.adaptive_pool import AdaptivePool
 from subten.cache.allocator import PageAllocator
-from subten.cache.pool import PagePool
+from subten.cache.pool import KVPool, PagePool
+from subten.cache.use import CacheUse
+from subten.codecs.adaptive import AdaptiveFormat
 from subten.config import EngineConfig
 from subten.core import (
     Request,
@@ -23,16 +26,16 @@ from subten.core import (
 )
 from subten.engine.completion import Chunk, Completion, Usage
 from subten.engine.engine import Engine, RequestRecord
-from subten.engine.graphs import DecodeGraphs
+from subten.engine.graphs import SIZE_STEP, DecodeGraphs
 from subten.engine.prefill_graphs import PrefillGraphs
 from subten.engine.prompts import (
     Prompt,
     as_prompts,
     as_sampling_params,
     as_token_ids,
-    check_stop_ids,
+    check_params,
 )
-from subten.engine.resolve import check_loaded, resolve_device, resolve_limits
+from subten.engine.resolve import Limits, check_loaded, resolve_device, resolve_limits
 from subten.engine.runner import Runner
 from subten.engine.scheduler import Scheduler
 from subten.engine.stop import NoText, TextOutput
@@ -74,11 +77,18 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
+        max_prefill_tokens: int | None = None,
+        max_queue: int | None = None,
         num_pages: int | None = None,
         gpu_memory_utilization: float = 0.9,
         cpu_kv_cache_bytes: int = 256 * 2**20,
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
+        kv_bits_budget: float | None = None,
+        kv_memory_bytes: int | None = None,
+        kv_cold_pages: bool = False,
+        kv_sink_tokens: int | None = None,
+        kv_window_tokens: int | None = None,
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -92,11 +102,18 @@ class LLM:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_prefill_tokens=max_prefill_tokens,
+            max_queue=max_queue,
             num_pages=num_pages,
             gpu_memory_utilization=gpu_memory_utilization,
             cpu_kv_cache_bytes=cpu_kv_cache_bytes,
             enable_prefix_caching=enable_prefix_caching,
             enforce_eager=enforce_eager,
+            kv_bits_budget=kv_bits_budget,
+            kv_memory_bytes=kv_memory_bytes,
+            kv_cold_pages=kv_cold_pages,
+            kv_sink_tokens=kv_sink_tokens,
+            kv_window_tokens=kv_window_tokens,
             seed=seed,
         )
         self._live: dict[str, _Live] = {}
@@ -156,6 +173,13 @@ class LLM:
         params = as_sampling_params(sampling_params, 1)[0]
         return self._chunks(self._encode_chat(messages, params), params)
 
+    @property
+    def cache_use(self) -> CacheUse:
+        """What the pages take that sequences hold now, by kind."""
+        allocator = self.engine.scheduler.allocator
+        pages = range(allocator.num_pages)
+        return self.pool.use([page for page in pages if allocator.num_holders(page)])
+
     def close(self) -> None:
         """End every request and let go of weights and pages; the instance is of no use after it."""
         if not self._is_open:
@@ -202,18 +226,18 @@ class LLM:
         fmt = self.loaded.model.fmt
         limits = resolve_limits(config, self.model_config, fmt, self.device)
         self.max_model_len = limits.max_model_len
-        self.pool = PagePool(
-            num_layers=self.model_config.num_layers,
-            num_pages=limits.num_pages,
-            num_kv_heads=self.model_config.num_kv_heads,
-            fmt=fmt,
-            device=self.device.torch_device,
-        )
+        self.max_num_seqs = limits.max_num_seqs
+        self.pool = self._new_pool(limits)
+        fidelity = self.pool.fidelity
         scheduler = Scheduler(
-            PageAllocator(limits.num_pages, config.enable_prefix_caching),
-            max_num_seqs=config.max_num_seqs,
+            PageAllocator(limits.num_pages, config.enable_prefix_caching, listener=fidelity),
+            max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            max_prefill_tokens=config.max_prefill_tokens,
+            max_queue=config.max_queue,
             max_model_len=limits.max_model_len,
+            on_release=_nothing if fidelity is None else fidelity.leave,
+            cache_scope=(self.loaded.name, str(self.loaded.dtype), fmt.codec.name),
         )
         runner = Runner(
             self.loaded.model,
@@ -223,7 +247,28 @@ class LLM:
             device=self.device.torch_device,
             **self._graphs(),
         )
-        self.engine = Engine(scheduler, runner)
+        self.engine = Engine(scheduler, runner, cache_use=self.pool.use)
+
+    def _new_pool(self, limits: Limits) -> KVPool:
+        model, fmt = self.loaded.model, self.loaded.model.fmt
+        shape: dict[str, Any] = {
+            "num_layers": self.model_config.num_layers,
+            "num_kv_heads": self.model_config.num_kv_heads,
+            "device": self.device.torch_device,
+        }
+        if limits.adaptive is None:
+            return PagePool(num_pages=limits.num_pages, fmt=fmt, **shape)
+        assert isinstance(fmt, AdaptiveFormat), type(fmt)
+        return AdaptivePool(
+            fmt=fmt,
+            plan=limits.adaptive.plan,
+            policy=limits.adaptive.policy,
+            num_sinks=limits.adaptive.num_sinks,
+            demote=model.ops.demote,
+            max_rows=limits.max_num_seqs + SIZE_STEP - 1,
+            max_model_len=limits.max_model_len,
+            **shape,
+        )
 
     def _graphs(self) -> dict[str, Any]:
         """CUDA graphs of the runner, where steps can be captured: torch ops wait for the device."""
@@ -232,7 +277,7 @@ class LLM:
             return {}
         if "torch" in model.ops.backend.values():
             return {}
-        max_batch = self.config.max_num_seqs
+        max_batch = self.max_num_seqs
         settings: dict[str, Any] = {
             "sample": model.ops.sample,
             "max_model_len": self.max_model_len,
@@ -266,7 +311,7 @@ class LLM:
         vocab_size = self.model_config.vocab_size
         checked = as_token_ids(token_ids, name=name, vocab_size=vocab_size)
         self.engine.scheduler.check_fits(len(checked), name=name)
-        check_stop_ids(params, vocab_size=vocab_size)
+        check_params(params, vocab_size=vocab_size)
         if params.stop:
             self._need_tokenizer("stop")
         return checked
@@ -289,14 +334,16 @@ class LLM:
             eos_token_ids=self.model_config.eos_token_ids,
         )
         detokenizer = NoText() if self.tokenizer is None else self.tokenizer.stream()
-        output = TextOutput(detokenizer, params.stop)
+        output = TextOutput(detokenizer, params.stop, min_tokens=params.min_tokens)
         live = _Live(record=self.engine.add(request, output), output=output)
         self._live[request.request_id] = live
         return live
 
     def _complete(self, asked: list[tuple[tuple[int, ...], SamplingParams]]) -> list[Completion]:
-        lives = [self._submit(token_ids, params) for token_ids, params in asked]
+        lives: list[_Live] = []
         try:
+            for token_ids, params in asked:
+                lives.append(self._submit(token_ids, params))
             while any(live.completion is None for live in lives):
                 self._step()
         finally:
@@ -337,10 +384,12 @@ class LLM:
             token_id=event.token_id,
             finish_reason=event.finish_reason,
             completion=live.completion,
+            logprobs=event.logprobs,
         )
 
     def _completion(self, live: _Live, event: TokenEvent) -> Completion:
         record, sequence = live.record, live.record.sequence
+        params = sequence.request.sampling
         assert event.finish_reason is not None
         return Completion(
             text=live.output.text,
@@ -356,9 +405,16 @@ class LLM:
             ),
             timings=record.timings,
             kv_cache_dtype=self.pool.fmt.codec.name,
-            kv_true_bits=self.pool.true_bits(
-                num_pages=record.num_pages, num_tokens=record.num_kv_tokens
+            kv_true_bits=self.pool.bits(record.cache_use.num_bytes, record.num_kv_tokens),
+            kv_full_page_bits=self.pool.full_page_bits,
+            kv_bytes=record.cache_use.num_bytes,
+            kv_pages=dict(record.cache_use.pages_by_kind),
+            logprobs=None if params.logprobs is None else tuple(sequence.logprobs),
+            prompt_logprobs=(
+                None if params.prompt_logprobs is None else tuple(sequence.prompt_logprobs)
             ),
-            kv_full_page_bits=self.pool.fmt.true_bits,
-            kv_bytes=self.pool.bytes_used(record.num_pages),
         )
+
+
+def _nothing(_request_id: str) -> None:
+    pass

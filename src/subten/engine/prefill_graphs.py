@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from subten.cache.pool import PagePool
+from subten.cache.pool import KVPool
 from subten.core import PAGE_SIZE, BatchItem
 from subten.engine.graph_inputs import (
     SAMPLING_LAYOUT,
@@ -40,8 +40,8 @@ class PrefillGraphs:
 
     def __init__(
         self,
-        model: Callable[[StepTensors, torch.Tensor], torch.Tensor],
-        pool: PagePool,
+        model: Callable[[StepTensors, Any], torch.Tensor],
+        pool: KVPool,
         *,
         sample: Callable[..., Any],
         max_model_len: int,
@@ -84,7 +84,8 @@ class PrefillGraphs:
     def run(self, item: BatchItem) -> tuple[torch.Tensor, list[int]]:
         """Logits_SV of the chunk's last token, until the next run, and the sampled id.
 
-        BAD_LOGITS stands for logits that cannot be sampled. Penalties are not applied.
+        BAD_LOGITS stands for logits that cannot be sampled. Bias, penalties and masks are not
+        applied.
         """
         key = self._key(item)
         replay = self._replays.get(key)
@@ -115,7 +116,7 @@ class PrefillGraphs:
             max_kv_len=bucket,
             max_query_len=size,
         )
-        logits_SV = self._model(step, self._pool.pages_LPGB)
+        logits_SV = self._model(step, self._pool.pages)
         return sample_step(logits_SV, self._sample, inputs)
 
     def _fill(self, item: BatchItem | None, size: int) -> None:
@@ -132,10 +133,13 @@ class PrefillGraphs:
         if item is not None:
             sequence, end = item.sequence, item.start + num_tokens
             pages = sequence.page_ids
+            first = item.start // PAGE_SIZE
+            written = [self._pool.write_page(p) for p in pages[first : -(-end // PAGE_SIZE)]]
             host["token_id_T"][:num_tokens] = sequence.token_ids[item.start : end]
             host["position_T"][:num_tokens] = range(item.start, end)
             host["slot_T"][:num_tokens] = [
-                pages[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE for i in range(item.start, end)
+                written[i // PAGE_SIZE - first] * PAGE_SIZE + i % PAGE_SIZE
+                for i in range(item.start, end)
             ]
             host["kv_len_S"][0] = end
             fill_sampling(host, 0, sequence, sequence.num_output)

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from subten.cache.pool import bytes_per_page
 from subten.codecs import KVFormat
+from subten.codecs.adaptive import AdaptiveFormat
 from subten.config import EngineConfig, ModelConfig
 from subten.core import PAGE_SIZE, ConfigError, refuse
 from subten.device import Device, detect, free_memory_bytes
+from subten.engine.resolve_adaptive import AdaptiveLimits, resolve_adaptive
 from subten.weights.load import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -17,10 +19,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Size of the page pool, and the tokens that one sequence may reach."""
+    """Size of the page pool, and the tokens that one sequence may reach.
+
+    `adaptive` is there for an adaptive cache alone.
+    """
 
     num_pages: int
     max_model_len: int
+    max_num_seqs: int
+    adaptive: AdaptiveLimits | None = None
 
 
 def resolve_device(config: EngineConfig) -> Device:
@@ -71,6 +78,8 @@ def resolve_limits(
             max_model_len,
             f"1 to {model.max_model_len} (the model's own), or None",
         )
+    if isinstance(fmt, AdaptiveFormat):
+        return _adaptive_limits(config, model, fmt, device)
     num_pages = config.num_pages
     if num_pages is None:
         num_pages = _affordable_pages(config, model, fmt, device)
@@ -92,13 +101,45 @@ def resolve_limits(
             raise refuse(ConfigError, "max_model_len", max_model_len, f"1 to {capacity}, {held}")
         logger.warning("max_model_len: %d lowered to %d, %s", max_model_len, capacity, held)
         max_model_len = capacity
-    return Limits(num_pages=num_pages, max_model_len=max_model_len)
+    return Limits(
+        num_pages=num_pages, max_model_len=max_model_len, max_num_seqs=config.max_num_seqs
+    )
+
+
+def _adaptive_limits(
+    config: EngineConfig, model: ModelConfig, fmt: AdaptiveFormat, device: Device
+) -> Limits:
+    memory, asked = None, config.kv_memory_bytes
+    if config.num_pages is None or asked is not None:
+        base_bytes = bytes_per_page(model.num_layers, model.num_kv_heads, fmt.mixed.base)
+        memory = _affordable_bytes(config, model, base_bytes, device)
+    if asked is not None:
+        assert memory is not None
+        # On a CPU `cpu_kv_cache_bytes` is a default, not what the machine has.
+        if device.kind != "cpu" and asked > memory[1]:
+            allowed = f"at most {memory[1]}, the {memory[0]}"
+            raise refuse(ConfigError, "kv_memory_bytes", asked, allowed)
+        memory = ("kv_memory_bytes", asked)
+    found = resolve_adaptive(config, model, fmt, memory=memory)
+    return Limits(
+        num_pages=found.plan.num_pages,
+        max_model_len=found.max_model_len,
+        max_num_seqs=found.plan.max_num_seqs,
+        adaptive=found,
+    )
 
 
 def _affordable_pages(
     config: EngineConfig, model: ModelConfig, fmt: KVFormat, device: Device
 ) -> int:
     page_bytes = bytes_per_page(model.num_layers, model.num_kv_heads, fmt)
+    return _affordable_bytes(config, model, page_bytes, device)[1] // page_bytes
+
+
+def _affordable_bytes(
+    config: EngineConfig, model: ModelConfig, page_bytes: int, device: Device
+) -> tuple[str, int]:
+    """What limits the cache, in words, and the bytes it leaves; refused below one page."""
     if device.kind == "cpu":
         if config.cpu_kv_cache_bytes < page_bytes:
             raise refuse(
@@ -107,7 +148,7 @@ def _affordable_pages(
                 config.cpu_kv_cache_bytes,
                 f"at least {page_bytes}, one page of {PAGE_SIZE} tokens",
             )
-        return config.cpu_kv_cache_bytes // page_bytes
+        return "cpu_kv_cache_bytes", config.cpu_kv_cache_bytes
     total_bytes = device.memory_bytes
     used_bytes = total_bytes - free_memory_bytes(device.torch_device)
     step_bytes = _step_bytes(config, model)
@@ -120,7 +161,7 @@ def _affordable_pages(
             f"more: {used_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB are taken, a step "
             f"needs {step_bytes / 2**30:.1f} and one page {page_bytes / 2**30:.3f}",
         )
-    return budget_bytes // page_bytes
+    return "memory that gpu_memory_utilization leaves", budget_bytes
 
 
 def _step_bytes(config: EngineConfig, model: ModelConfig) -> int:

@@ -10,9 +10,12 @@ import torch
 from torch import nn
 
 from subten.codecs import KVFormat
+from subten.codecs.adaptive import AdaptiveFormat
 from subten.config import ModelConfig
 from subten.kernels import Ops
+from subten.kernels.adaptive_pages import LayerPages
 from subten.kernels.step import StepTensors
+from subten.layers.adaptive_attention import AdaptiveAttention
 from subten.layers.attention import Attention
 from subten.layers.linear import WeightSpec
 from subten.layers.mlp import MLP
@@ -26,7 +29,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.attention_norm_D = spec.empty(config.d_model)
         self.ffn_norm_D = spec.empty(config.d_model)
-        self.attention = Attention(config, ops=ops, fmt=fmt, spec=spec)
+        kind = AdaptiveAttention if isinstance(fmt, AdaptiveFormat) else Attention
+        self.attention = kind(config, ops=ops, fmt=fmt, spec=spec)
         self.ffn: MoE | MLP
         if config.is_moe:
             self.ffn = MoE(config, ops=ops, spec=spec)
@@ -38,7 +42,7 @@ class DecoderLayer(nn.Module):
         x_TD: torch.Tensor,
         step: StepTensors,
         *,
-        pages_PGB: torch.Tensor,
+        pages_PGB: torch.Tensor | LayerPages,
         cos_sin_PD: torch.Tensor,
         rotation_DD: torch.Tensor | None,
     ) -> torch.Tensor:

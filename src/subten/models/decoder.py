@@ -16,6 +16,7 @@ from subten.codecs import KVFormat
 from subten.codecs.rotation import hadamard
 from subten.config import ModelConfig
 from subten.kernels import Ops
+from subten.kernels.adaptive_pages import AdaptivePages
 from subten.kernels.cpu_linear import head_logits
 from subten.kernels.step import StepTensors
 from subten.kernels.weight_formats import Weight
@@ -69,17 +70,23 @@ class Decoder(nn.Module):
         self.rotation_DD = hadamard(config.head_dim, device) if fmt.codec.is_rotated else None
 
     def forward(
-        self, step: StepTensors, pages_LPGB: torch.Tensor, *, all_rows: bool = False
+        self,
+        step: StepTensors,
+        pages_LPGB: torch.Tensor | AdaptivePages,
+        *,
+        all_rows: bool = False,
     ) -> torch.Tensor:
         """Run one step -> logits_SV float32 of the rows `step.logit_row_S`.
 
         With `all_rows`, logits_TV of every token of the step. Appends the step's keys and values,
-        encoded, to `pages_LPGB` uint8 [num_layers, num_pages, num_kv_heads, page_bytes].
+        encoded, to `pages_LPGB` uint8 [num_layers, num_pages, num_kv_heads, page_bytes], or to the
+        hot planes of an adaptive cache.
         """
         # The residual stream stays float32: bfloat16 would round it off at each of the 2 L
         # additions (science/bf16_residual.py), and the stream is few bytes.
         x_TD = F.embedding(step.token_id_T, self.embedding_VD).float()
-        for layer, pages_PGB in zip(self.layers, pages_LPGB, strict=True):
+        each = pages_LPGB.layers(step) if isinstance(pages_LPGB, AdaptivePages) else pages_LPGB
+        for layer, pages_PGB in zip(self.layers, each, strict=True):
             x_TD = layer(
                 x_TD,
                 step,
@@ -87,6 +94,8 @@ class Decoder(nn.Module):
                 cos_sin_PD=self.cos_sin_PD,
                 rotation_DD=self.rotation_DD,
             )
+        if isinstance(pages_LPGB, AdaptivePages):
+            pages_LPGB.count_mass(step)
         x_SD = x_TD if all_rows else x_TD[step.logit_row_S]
         eps = self.config.norm_eps
         if self.head_VD is not None and self.head_VD.format != "none":

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from subten.codecs import kv_format
+from subten.codecs.adaptive import cache_format
 from subten.config import ModelConfig
 from subten.core import CheckpointError, ConfigError, refuse
 from subten.kernels import select_ops
@@ -107,7 +107,7 @@ def load_model(
     checkpoint, source = open_checkpoint(model)
     family, config = read_config(checkpoint.config, source=source)
     config = _shorten(config, max_model_len)
-    fmt = kv_format(kv_cache_dtype, config.head_dim)
+    fmt = cache_format(kv_cache_dtype, config.head_dim)
     check_format(quantization)
     config = _settle_head(checkpoint, config, source)
     slots = family.weight_map(config)
