@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from subten.cli_bench import bench_kernels, codec_list, integer_list, latency_of_shape
+from subten.cli_bench_serve import bench_serve
 from subten.cli_options import (
     DEMO,
     BackendOption,
@@ -44,6 +45,7 @@ def register(app: typer.Typer) -> None:
     app.command()(plan)
     app.add_typer(eval_app, name="eval")
     bench_app.command("kernels")(bench_kernels)
+    bench_app.command("serve")(bench_serve)
     app.add_typer(bench_app, name="bench")
 
 

@@ -102,17 +102,19 @@ def error_bound(x_ND: torch.Tensor, name: str) -> torch.Tensor:
         # 8 significant bits to nearest; below 2^-126 steps of 2^-133; 3.39e38 is the largest.
         return (size_ND * 2**-8).clamp(min=2.0**-134)
     if name == "int2":
-        # A norm n is a mean of |x| / 3 and |x| / 10. Nearest levels 3n and 10n leave 3.5n, or what
-        # lies beyond 10n. Fixed-point steps are at least 2^-118; more than 2.2e38 counts as that.
-        limit = (size_ND - 2.2e38).clamp(min=0.0) + 2.0**-118
-        largest_N1 = size_ND.clamp(max=2.2e38).amax(-1, keepdim=True)
-        return torch.maximum(size_ND, 3.5 / 3 * largest_N1 * (1 + 2**-8)) + slack_ND + limit
+        # A norm n is at most a mean of |x| / 3, and 2s of least squares: an inner value becomes 3n,
+        # no more than the largest, and an outer one, above 6.5s, at most 20s, with its own sign.
+        # Fixed-point steps are at least 2^-118; more than 1e38 counts as that.
+        limit = (size_ND - 1e38).clamp(min=0.0) + 2.0**-118
+        largest_N1 = size_ND.clamp(max=1e38).amax(-1, keepdim=True)
+        outer_ND = (20 / 6.5 * (1 + 2**-8) - 1) * size_ND.clamp(max=1e38)
+        return torch.maximum(outer_ND, largest_N1 * (1 + 2**-8)) + slack_ND + limit
     if name == "vq1.5":
-        # Least squares: no row is further from its codewords than from zero. BF16 adds 2^-9 of the
-        # norm, and a level has at most 127 steps of 2^-134.
-        limit = (size_ND - 2e37).clamp(min=0.0) + 16 * 2.0**-118
-        distance_N1 = size_ND.clamp(max=2e37).square().sum(-1, keepdim=True).sqrt()
-        return distance_N1 * (1 + 2**-8) + slack_ND + limit
+        # At most twice the norm of least squares: no row is further from its codewords than from
+        # zero. BF16 adds 2^-8 of it, and a level has at most 127 steps of 2^-134.
+        limit = (size_ND - 1e37).clamp(min=0.0) + 16 * 2.0**-118
+        distance_N1 = size_ND.clamp(max=1e37).square().sum(-1, keepdim=True).sqrt()
+        return distance_N1 * (1 + 2**-7) + slack_ND + limit
     if name in AFFINE:
         # Half a step; magnitudes above 3.3e38 count as 3.3e38.
         limit = (size_ND - 3.3e38).clamp(min=0.0)

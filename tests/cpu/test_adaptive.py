@@ -97,6 +97,7 @@ def poison(llm: LLM, *, everything: bool = False) -> None:
         (ledger.base, pools.base_LBGB),
         (ledger.fine, pools.fine_LFGB),
         (ledger.cold, pools.cold_LCGB),
+        (ledger.sink, pool.pages.sink_LXGB),
     ):
         tensor[:, list(planes._free)] = 0xFF
         assert not everything or planes.num_used == 0
@@ -208,14 +209,45 @@ def test_a_step_ahead_leaves_the_bytes_that_an_eager_step_leaves(
         assert torch.equal(getattr(pools[0], name), getattr(pools[1], name)), name
 
 
-def test_recycled_planes_are_never_read(loaded: LoadedModel, rng: random.Random) -> None:
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_recycled_planes_are_never_read(
+    loaded: LoadedModel, rng: random.Random, sinks: int
+) -> None:
     prompts = [prompt_of(n, rng) for n in (70, 150)]
-    settings: dict[str, Any] = {"kv_bits_budget": 3.2, "kv_cold_pages": True, "kv_sink_tokens": 0}
+    settings: dict[str, Any] = {"kv_bits_budget": 3.2, "kv_cold_pages": True}
+    settings["kv_sink_tokens"] = sinks
     llm = make_llm(loaded, **settings)
     first = run(llm, prompts)
     clean = run(make_llm(loaded, **settings), prompts, is_poisoned=False)
     assert [c.finish_reason for c in first] == [FinishReason.LENGTH] * 2
     assert [c.token_ids for c in first] == [c.token_ids for c in clean]
+
+
+def test_sinks_are_the_rows_themselves_and_are_read(
+    loaded: LoadedModel, rng: random.Random
+) -> None:
+    llm = make_llm(loaded, kv_bits_budget=3.2)
+    stream = llm.stream(prompt_of(200, rng), GREEDY)
+    seen: list[torch.Tensor] = []
+    append = loaded.model.ops.kv_append
+
+    def recording(k_TGD: torch.Tensor, v_TGD: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(v_TGD)
+        return append(k_TGD, v_TGD, *args, **kwargs)
+
+    layer: Any = loaded.model.layers[0]
+    layer.attention.ops = dataclasses.replace(loaded.model.ops, kv_append=recording)
+    next(stream)
+    (sequence,) = llm.engine.scheduler.running.values()
+    pool = pool_of(llm)
+    assert pool.fidelity.ledger.places[sequence.page_ids[0]].rung is not Rung.HOT
+    sink = pool.fidelity.ledger.sink_of[sequence.page_ids[0]]
+    sink_GB = pool.pages.sink_LXGB[0, sink]
+    rows_G2SD = sink_GB.contiguous().view(torch.bfloat16).unflatten(1, (2, 4, -1))
+    wanted_SGD = (seen[0][:4] @ loaded.model.rotation_DD).to(torch.bfloat16)
+    assert torch.equal(rows_G2SD[:, 1].transpose(0, 1), wanted_SGD)
+    pool.pages.sink_LXGB[0, sink] = 0xFF
+    assert list(stream)[-1].finish_reason is FinishReason.ERROR
 
 
 # Case K20.
@@ -340,7 +372,7 @@ def test_triton_kernels_give_the_same_text(rng: random.Random) -> None:
     for backend in ("torch", "triton"):
         model = make_model(torch.Generator().manual_seed(seed), backend)
         settings: dict[str, Any] = {"kv_bits_budget": 3.2, "kv_cold_pages": True}
-        llm = make_llm(model, **settings, kv_sink_tokens=0)
+        llm = make_llm(model, **settings)
         params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         found.append(run(llm, prompts, params))
     for one, other in zip(*found, strict=True):

@@ -1,6 +1,7 @@
 """`attend_mixed` against its twin and against dense FP64 attention over what the planes stand for.
 
-Letters: T tokens, H query heads, G KV heads, D head_dim, N key positions, P pages, S sequences.
+Letters: T tokens, H query heads, G KV heads, D head_dim, N key positions, P pages (of `table_PC`
+positions), S sequences, X sink planes, B bytes, C columns of the table.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ NO_PAGE = [-1, -1, -1, -1]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scene:
-    """Sequences over some pages; `k_PGND` and `v_PGND` are what the planes stand for."""
+    """Sequences over some pages; `k_PGND` and `v_PGND` are what the planes stand for.
+
+    `first_2PGND` the same of the first page of a sequence, where sinks make it another.
+    """
 
     made: Pools
     place_P4: torch.Tensor
@@ -48,6 +52,9 @@ class Scene:
     v_PGND: torch.Tensor
     page_ids: list[list[int]]
     lengths: list[int]
+    sink_XGB: torch.Tensor | None = None
+    sink_P: torch.Tensor | None = None
+    first_2PGND: torch.Tensor | None = None
 
     def step(self, num_new: list[int]) -> StepTensors:
         return make_step(
@@ -63,16 +70,20 @@ class Scene:
         q_THD: torch.Tensor,
         step: StepTensors,
         mass_SP: torch.Tensor | None = None,
+        **added: torch.Tensor,
     ) -> torch.Tensor:
         head_dim = self.made.fmt.head_dim
+        sinks = {"sink_XGB": self.sink_XGB, "sink_P": self.sink_P}
+        pages = dataclasses.replace(self.made.pools.layer(1, self.place_P4), **sinks)
         return op(
             q_THD,
-            self.made.pools.layer(1, self.place_P4),
+            pages,
             self.made.fmt,
             step,
             scale=head_dim**-0.5,
             rotation_DD=hadamard(head_dim, self.place_P4.device),
             mass_SP=mass_SP,
+            **added,
         )
 
 
@@ -108,8 +119,33 @@ def make_scene(
     )
 
 
+def with_sinks(randn: Randn, scene: Scene, num_sinks: int) -> Scene:
+    """Sink planes for every page but id 3, hot ones too; poison in the rows that they stand for.
+
+    Planes are slices of one tensor [planes, layers, G, bytes], and one of them is nobody's.
+    """
+    fmt, device = scene.made.fmt, scene.place_P4.device
+    num_pages, num_kv_heads = scene.k_PGND.shape[:2]
+    rows_P2GSD = randn(num_pages + 1, 2, num_kv_heads, num_sinks, fmt.head_dim)
+    rows_P2GSD = rows_P2GSD.to(torch.bfloat16)
+    rows_P2GSD[0] = math.nan
+    sink_XGB = rows_P2GSD.transpose(1, 2).flatten(2).contiguous().view(torch.uint8)
+    sink_LXGB = torch.stack([torch.full_like(sink_XGB, 0xFF), sink_XGB])
+    sink_P = torch.arange(1, num_pages + 2, dtype=torch.int32, device=device)
+    sink_P[3] = sink_P[num_pages] = -1
+    first_2PGND = torch.stack([scene.k_PGND, scene.v_PGND]).clone()
+    for page, record in enumerate(RECORDS):
+        if page != 3 and record[0] != HOT:
+            first_2PGND[:, page, :, :num_sinks] = rows_P2GSD[page + 1].double()
+    return dataclasses.replace(scene, sink_XGB=sink_LXGB[1], sink_P=sink_P, first_2PGND=first_2PGND)
+
+
 def dense(
-    scene: Scene, q_THD: torch.Tensor, num_new: list[int]
+    scene: Scene,
+    q_THD: torch.Tensor,
+    num_new: list[int],
+    coef_THC: torch.Tensor | None = None,
+    table_PC: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs and page masses in FP64, token by token, head by head."""
     head_dim = scene.made.fmt.head_dim
@@ -119,14 +155,20 @@ def dense(
     mass_SP = torch.zeros(len(num_new), width, dtype=torch.float64, device=q_THD.device)
     token = 0
     for s, new in enumerate(num_new):
-        k_GND, v_GND = (
-            x[scene.page_ids[s]].transpose(0, 1).flatten(1, 2) for x in (scene.k_PGND, scene.v_PGND)
-        )
+        pages_2 = [x_PGND[scene.page_ids[s]] for x_PGND in (scene.k_PGND, scene.v_PGND)]
+        if scene.first_2PGND is not None:
+            for half, x_PGND in enumerate(pages_2):
+                x_PGND[0] = scene.first_2PGND[half, scene.page_ids[s][0]]
+        k_GND, v_GND = (x_PGND.transpose(0, 1).flatten(1, 2) for x_PGND in pages_2)
         group = q_THD.shape[1] // len(k_GND)
         for position in range(scene.lengths[s] - new, scene.lengths[s]):
             for h in range(q_THD.shape[1]):
                 q_D = q_THD[token, h].double() @ rotation_DD * head_dim**-0.5
-                weight_N = (k_GND[h // group, : position + 1] @ q_D).softmax(0)
+                score_N = k_GND[h // group, : position + 1] @ q_D
+                if coef_THC is not None and table_PC is not None:
+                    added_N = table_PC[: position + 1].double() @ coef_THC[token, h].double()
+                    score_N += added_N * head_dim**-0.5
+                weight_N = score_N.softmax(0)
                 out_D = weight_N @ v_GND[h // group, : position + 1]
                 out_THD[token, h] = out_D @ rotation_DD
                 page_N = torch.arange(position + 1, device=q_THD.device) // PAGE_SIZE
@@ -136,19 +178,24 @@ def dense(
 
 
 def check(
-    scene: Scene, op: Callable[..., torch.Tensor], q_THD: torch.Tensor, num_new: list[int]
+    scene: Scene,
+    op: Callable[..., torch.Tensor],
+    q_THD: torch.Tensor,
+    num_new: list[int],
+    **added: torch.Tensor,
 ) -> None:
     """Output and mass, within what rounding explains; and no mass asked for changes no bit.
 
     As `tolerances` of test_attend.py: a score is off by 3 * 2^-24 * sqrt(D) * scale |q| |k| in FP32
     and by 2 * 2^-9 * scale |q| |k| / sqrt(D) more in BF16, a weight by that relative, an output by
-    twice that times the range of V and its own rounding. Rows of D: |k| <= 1.5 sqrt(D).
+    twice that times the range of V and its own rounding. Rows of D: |k| <= 1.5 sqrt(D). A table
+    adds 3 * 2^-24 * sqrt(C) * scale |coef| |table|; in TF32 2 * 2^-10 * scale |coef| |table|.
     """
     step = scene.step(num_new)
-    expected_THD, expected_SP = dense(scene, q_THD, num_new)
+    expected_THD, expected_SP = dense(scene, q_THD, num_new, **added)
     # Whatever the buffer held is added to.
     mass_SP = torch.full_like(expected_SP, 2.0, dtype=torch.float32)
-    actual_THD = scene.run(op, q_THD, step, mass_SP)
+    actual_THD = scene.run(op, q_THD, step, mass_SP, **added)
     assert actual_THD.dtype == q_THD.dtype
     head_dim = q_THD.shape[-1]
     product = q_THD.float().norm(dim=-1).max().item() * 1.5
@@ -156,6 +203,12 @@ def check(
     if q_THD.dtype == torch.bfloat16:
         score += 2 * 2**-9 * product / math.sqrt(head_dim)
         value += 2 * 2**-9
+    if added:
+        coef_THC, table_PC = added["coef_THC"], added["table_PC"]
+        most = (coef_THC.norm(dim=-1).max() * table_PC.norm(dim=-1).max()).item()
+        is_tf32 = q_THD.dtype == torch.bfloat16
+        step_size = 2 * 2**-10 if is_tf32 else 3 * 2**-24 * math.sqrt(table_PC.shape[1])
+        score += step_size * most / math.sqrt(head_dim)
     v_range = 2 * scene.v_PGND.nan_to_num(0.0).abs().max().item()
     difference_THD = (actual_THD.double() - expected_THD).abs()
     assert difference_THD.max().item() <= (2 * score + value) * v_range
@@ -163,7 +216,7 @@ def check(
     difference_SP = (mass_SP.double() - 2 - expected_SP).abs()
     assert difference_SP.max().item() <= (2 * score + 2**-22) * largest + 2 * 2**-23
     if step.max_query_len == 1:
-        assert torch.equal(scene.run(op, q_THD, step), actual_THD)
+        assert torch.equal(scene.run(op, q_THD, step, **added), actual_THD)
 
 
 @pytest.fixture(params=["whole", "split"])
@@ -205,6 +258,72 @@ def test_matches_dense(
     check(scene, op, randn(sum(num_new), 3 * num_kv_heads, head_dim), num_new)
 
 
+@pytest.mark.usefixtures("splits")
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("num_sinks", [1, 5])
+def test_sink_rows_stand_for_the_first_ones_of_a_sequence(
+    randn: Randn, device: torch.device, op: Callable[..., torch.Tensor], num_sinks: int
+) -> None:
+    """Of a BASE, a COLD, a HOT page and one without a plane; and nowhere but at the start."""
+    page_ids, lengths = [[2, 1, 0], [4, 1, 2], [6, 4], [3, 5]], [130, 192, 128, 66]
+    scene = make_scene(randn, device, 16, num_kv_heads=2, page_ids=page_ids, lengths=lengths)
+    scene = with_sinks(randn, scene, num_sinks)
+    check(scene, op, randn(4, 4, 16), [1] * 4)
+    check(scene, op, randn(6, 4, 16), [1, 3, 1, 1])
+    short = make_scene(randn, device, 16, num_kv_heads=1, page_ids=[[1]], lengths=[2])
+    check(with_sinks(randn, short, num_sinks), op, randn(2, 2, 16), [2])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_sink_row_is_read_whatever_became_of_its_page(
+    randn: Randn, device: torch.device, op: Callable[..., torch.Tensor]
+) -> None:
+    """NaN in the encoded row is not seen; NaN in the sink row is."""
+    scene = make_scene(randn, device, 16, num_kv_heads=1, page_ids=[[4]], lengths=[60])
+    scene = with_sinks(randn, scene, 3)
+    q_THD, step = randn(1, 2, 16), scene.step([1])
+    clean_THD = scene.run(op, q_THD, step)
+    x_2GND = scene.made.pools.cold_LCGB[1, 2]
+    assert x_2GND.shape == (1, scene.made.fmt.cold.page_bytes)
+    for scale in (scene.made.fmt.cold.k_scale, scene.made.fmt.cold.v_scale):
+        x_2GND[:, scale : scale + 3 * 2] = 0xFF
+    assert torch.equal(scene.run(op, q_THD, step), clean_THD)
+    assert scene.sink_XGB is not None
+    scene.sink_XGB[5, 0, :2] = 0xFF
+    assert bool(scene.run(op, q_THD, step).isnan().all())
+
+
+@pytest.mark.usefixtures("splits")
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("width", [6, 32])
+def test_a_table_adds_to_every_score(
+    randn: Randn, device: torch.device, op: Callable[..., torch.Tensor], width: int
+) -> None:
+    """Hot rows and sink rows too; the table has a row more than there are positions."""
+    page_ids, lengths, num_new, num_kv_heads = LAYOUTS[1]
+    scene = make_scene(
+        randn, device, 32, num_kv_heads=num_kv_heads, page_ids=page_ids, lengths=lengths
+    )
+    scene = with_sinks(randn, scene, 4)
+    num_tokens = sum(num_new)
+    table_PC = randn(152, width)
+    table_PC[150:] = math.nan
+    q_THD, coef_THC = randn(num_tokens, 3, 32), 3 * randn(num_tokens, 3, width)
+    added = {"coef_THC": coef_THC, "table_PC": table_PC}
+    with pytest.raises(AssertionError, match="table_PC"):
+        scene.run(op, q_THD, scene.step(num_new), coef_THC=coef_THC)
+    for broken in (
+        added | {"table_PC": table_PC[:149]},
+        added | {"coef_THC": coef_THC[:, :2]},
+        added | {"coef_THC": coef_THC.double()},
+    ):
+        with pytest.raises(AssertionError):
+            scene.run(op, q_THD, scene.step(num_new), **broken)
+    check(scene, op, q_THD, num_new, coef_THC=coef_THC, table_PC=table_PC[:150])
+    poisoned_THD = scene.run(op, q_THD, scene.step(num_new), **added)
+    assert bool(poisoned_THD.isfinite().all())
+
+
 @pytest.mark.gpu
 @pytest.mark.triton
 @pytest.mark.parametrize(("page_ids", "lengths", "num_new", "num_kv_heads"), LAYOUTS)
@@ -223,6 +342,10 @@ def test_matches_dense_in_bf16(
     )
     q_THD = randn(sum(num_new), 8 * num_kv_heads, head_dim, dtype=torch.bfloat16)
     check(scene, attend_mixed, q_THD, num_new)
+    coef_THC = randn(*q_THD.shape)
+    table_PC = randn(max(lengths), head_dim)
+    scene = with_sinks(randn, scene, 4)
+    check(scene, attend_mixed, q_THD, num_new, coef_THC=coef_THC, table_PC=table_PC)
 
 
 @pytest.mark.triton

@@ -267,7 +267,7 @@ def test_levels_are_those_of_max():
 
 
 @pytest.mark.parametrize("kind", ["int2", "nested4", "vq1.5"])
-def test_gains_make_reads_unbiased(generator, kind):
+def test_planes_are_read_unbiased(generator, kind):
     x_TD = torch.randn(400, 64, generator=generator)
     slope = float((plane_rows(kind)(x_TD) * x_TD).sum() / x_TD.pow(2).sum())
     # 25600 products of spread below 1: 3 deviations are 0.02; a row's own norm takes up to 1 / 64

@@ -55,56 +55,82 @@ def test_base_is_what_int2_stores(head_dim: int, generator: torch.Generator) -> 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_codes_are_the_nearest_levels(head_dim: int, generator: torch.Generator) -> None:
-    """Under the stored norm: of 4 levels for int2, of the 8 in its cell for the refinement."""
+    """The outer cell has the largest values; of the levels in its cell the nearest stands for x.
+
+    Thresholds lie up to an eighth of a norm below half-way: a quarter of a norm, at most, is lost.
+    """
     x_ND = special_rows(head_dim, generator).clamp(-LIMIT, LIMIT)
     codes_NQ, fine_NQ, norm_N2 = encode_nested(x_ND)
-    norm_N1 = bytes_to_bf16(norm_N2).double()
+    size_ND, norm_N1 = x_ND.double().abs(), bytes_to_bf16(norm_N2).double()
     base_ND = get_codec("int2").decode(codes_NQ, norm_N2, norm_N2[:, :0], head_dim).double()
     full_ND = decode_nested(codes_NQ, fine_NQ, norm_N2).double()
     is_outer_ND = base_ND.abs() > 5 * norm_N1
-    for decoded_ND, levels, is_allowed_ND in (
-        (base_ND, (3.0, 10.0), None),
-        (full_ND, FINE_LEVELS[:4], ~is_outer_ND),
-        (full_ND, FINE_LEVELS[4:], is_outer_ND),
-    ):
+    inner_N = torch.where(is_outer_ND, 0.0, size_ND).amax(1)
+    assert bool((torch.where(is_outer_ND, size_ND, float("inf")).amin(1) >= inner_N).all())
+    for levels, is_cell_ND in ((FINE_LEVELS[:4], ~is_outer_ND), (FINE_LEVELS[4:], is_outer_ND)):
         level_LND = torch.tensor(levels).double()[:, None, None] * norm_N1
         level_LND = torch.cat([level_LND, -level_LND])
-        best_ND = (level_LND - x_ND.double()).abs().amin(0)
-        found_ND = (decoded_ND - x_ND.double()).abs()
-        assert (
-            torch.equal(best_ND, found_ND)
-            if is_allowed_ND is None
-            else bool((found_ND <= best_ND)[is_allowed_ND].all())
-        )
+        lost_ND = (full_ND - x_ND).abs() - (level_LND - x_ND).abs().amin(0)
+        assert bool((lost_ND <= 0.25 * norm_N1 + 2.0**-149)[is_cell_ND].all())
 
 
-def test_norm_is_nearly_the_best_one(randn: Randn) -> None:
+def test_reading_is_unbiased(randn: Randn) -> None:
+    """<x, decoded> is |x|^2: by the norm of each row at 2 bits, by the levels in the mean at 4.
+
+    At 2 bits BF16 leaves 2^-8 and fixed point 2^-17; at 4 bits 0.3 % (by integration over the
+    levels), and rows of 64 spread by .019: 5 deviations of the mean of 3000 are .0018.
+    """
+    x_ND = randn(3000, 64)
+    codec = get_codec("int2")
+    for decoded_ND, each, mean in (
+        (codec.decode(*codec.encode(x_ND), 64), 2**-8 + 2**-16, 2**-9),
+        (decode_nested(*encode_nested(x_ND)), 0.15, 0.003 + 0.002),
+    ):
+        gain_N = (decoded_ND * x_ND).double().sum(1) / x_ND.double().square().sum(1)
+        assert (gain_N - 1).abs().max().item() <= each
+        assert abs(gain_N.mean().item() - 1) <= mean
+
+
+def test_rows_unlike_a_gaussian_are_no_further_than_from_zero() -> None:
+    """One channel alone: the unbiased norm would be its tenth, and as much in all the others."""
+    x_ND = torch.zeros(2, 64)
+    x_ND[0, 3], x_ND[1, 3], x_ND[1, 7] = 1.0, -5.0, 1e-3
+    codec = get_codec("int2")
+    error_N = (codec.decode(*codec.encode(x_ND), 64) - x_ND).norm(dim=1)
+    # The cap is met but for BF16, 2^-8 of the norm.
+    assert bool((error_N <= x_ND.norm(dim=1) * (1 + 2**-7)).all())
+
+
+def test_codes_are_nearly_the_best_ones(randn: Randn) -> None:
     """Two rounds of codes and norm end in a minimum of each row, not always in its deepest.
 
-    Against the best of 141 norms for each row, the error of 300 rows of 64 was .7 to .9 % larger in
-    six tries.
+    Codes alone are judged, under their own best norm. Against the best of 141 norms for each row,
+    the error of 300 rows of 64 was .7 to .9 % larger in six tries.
     """
     x_ND = randn(300, 64)
     codec = get_codec("int2")
-    error_N = (codec.decode(*codec.encode(x_ND), 64) - x_ND).square().sum(1)
+    decoded_ND = codec.decode(*codec.encode(x_ND), 64)
+    product_N, square_N = (decoded_ND * x_ND).sum(1), decoded_ND.square().sum(1)
+    error_N = x_ND.square().sum(1) - product_N.square() / square_N
     deviation_N1 = x_ND.square().mean(1, keepdim=True).sqrt()
     best_N = torch.full_like(error_N, float("inf"))
     for part in range(141):
         norm_N1 = deviation_N1 * 0.151 * (0.7 + part / 200)
         level_ND = torch.where(x_ND.abs() > 6.5 * norm_N1, 10 * norm_N1, 3 * norm_N1)
         best_N = best_N.minimum((x_ND.abs() - level_ND).square().sum(1))
-    assert 1.0 <= error_N.sum().item() / best_N.sum().item() <= 1.02
+    assert 0.999 <= error_N.sum().item() / best_N.sum().item() <= 1.02
 
 
 def test_refined_error_on_gaussian_rows(randn: Randn) -> None:
     """.00976 by integration (4 bits that are not nested: .0095), less what a fitting norm wins.
 
-    2048 rows of 128: noise below 1 %, the norm below 3 %.
+    2048 rows of 128: noise below 1 %, the norm below 3 %; rows read at their own length have 1 %
+    more.
     """
     x_ND = randn(2048, 128)
     decoded_ND = decode_nested(*encode_nested(x_ND))
     error = ((decoded_ND - x_ND).square().mean() / x_ND.square().mean()).item()
-    assert 0.97 - 0.01 <= error / 0.00976 <= 1.01
+    assert 0.97 - 0.01 <= error / 0.00976 <= 1.02
 
 
 def test_whole_rows_keep_19_bits(generator: torch.Generator) -> None:

@@ -70,6 +70,8 @@ def check_error(weight: Weight, exact: np.ndarray, values: np.ndarray) -> None:
     else:
         # Half a step for what -8 to 7 reach; beyond, the distance to the nearer end.
         code = exact / np.where(scale == 0, 1.0, weight_sign(weight) * scale)
+        # A scale of up to half of bfloat16's smallest number rounds to 0, and -8 of it with it.
+        tiny = 8 * 2.0**-134
         outside = np.maximum(np.maximum(code - 7, -8 - code), 0.0)
         bound = np.maximum(scale / 2, outside * scale)
     assert (error <= bound * slack + tiny).all(), float((error - bound * slack).max())

@@ -36,10 +36,6 @@ RowCoder = Callable[[torch.Tensor], torch.Tensor]
 KIVI_BLOCK = 128
 """Tokens that KIVI and transformers keep exact until the block is full."""
 
-UNBIASED = {"int2": 1 / (1 - 0.1175), "nested4": 1 / (1 - 0.0098), "vq1.5": 1 / (1 - 0.171)}
-"""Gain on decoded rows. A least-squares norm shrinks rows by their relative error; attention to
-many rows adds that up, so rows are read longer by as much."""
-
 
 def comparison_schemes(head_dim: int) -> list[Scheme]:
     """What others ship, at 4 and 2 bits where they offer both."""
@@ -256,16 +252,15 @@ def codec_rows(codec: str) -> RowCoder:
     return coder
 
 
-def plane_rows(kind: str, *, gain: float | None = None) -> RowCoder:
+def plane_rows(kind: str) -> RowCoder:
     """Rotated rows through the planes of adaptive pages: `nested4`, `int2` (its base), `vq1.5`."""
-    factor = UNBIASED[kind] if gain is None else gain
 
     def coder(x_D: torch.Tensor) -> torch.Tensor:
         head_dim = x_D.shape[-1]
         if kind == "nested4":
-            return decode_nested(*encode_nested(x_D.contiguous())) * factor
+            return decode_nested(*encode_nested(x_D.contiguous()))
         codec = kv_format(kind, head_dim).codec
-        return codec.decode(*codec.encode(x_D.contiguous()), head_dim) * factor
+        return codec.decode(*codec.encode(x_D.contiguous()), head_dim)
 
     return coder
 

@@ -5,7 +5,7 @@ levels that fit a Gaussian lose half as much as four equal steps do. No zero-poi
 offset that a head's channels share.
 
 A row of zeros has norm 0. A row with a NaN or an infinity has norm NaN and decodes to NaN as a
-whole. Magnitudes above 2.2e38 count as 2.2e38, and rows below 2^-120 as zeros.
+whole. Magnitudes above 1e38 count as 1e38, and rows below 2^-120 as zeros.
 
 Letters: N rows, D head_dim, Q D / 4, B bytes of one row in one plane.
 """
@@ -27,7 +27,6 @@ from subten.codecs.bits import (
 from subten.codecs.lloyd_max import (
     INNER,
     OUTER,
-    THRESHOLD,
     level_2bit,
     load_pairs,
     norm_of,
@@ -46,8 +45,7 @@ def _row_bytes(head_dim: int) -> RowBytes:
 
 
 def _encode(x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x_ND, norm_N1 = norm_of(x_ND)
-    is_outer_ND = x_ND.abs() > norm_N1 * THRESHOLD
+    x_ND, norm_N1, is_outer_ND = norm_of(x_ND)
     codes_NQ = pack_pairs(is_outer_ND | (x_ND < 0) << 1)
     norm_N2 = bf16_to_bytes(norm_N1)
     return codes_NQ, norm_N2, norm_N2[..., :0]
@@ -61,7 +59,7 @@ def _decode(
     return level_4[unpack_pairs(codes_NQ).int()] * bytes_to_bf16(norm_N2)
 
 
-# One program encodes the rows of its tile, each on its own: five sums over D, then one pass over
+# One program encodes the rows of its tile, each on its own: eight sums over D, then one pass over
 # the codes. Writes D / 4 + 2 bytes a row.
 @triton_jit
 def _device_encode(
@@ -77,8 +75,7 @@ def _device_encode(
     BLOCK_D: tl.constexpr,
 ) -> None:
     tl.static_assert(CODES < SCALE and SCALE < ZERO)
-    x_ND, norm_N = norm_of_device(x_ND, HEAD_DIM, BLOCK_D)
-    is_outer_ND = tl.abs(x_ND) > (norm_N * 6.5)[:, None]
+    x_ND, norm_N, is_outer_ND = norm_of_device(x_ND, HEAD_DIM, BLOCK_D)
     code_ND = is_outer_ND.to(tl.int32) | ((x_ND < 0).to(tl.int32) << 1)
     row_ptr_N = page_N + CODES + row_N * (HEAD_DIM // 4)
     store_pairs(row_ptr_N, code_ND, mask_N, HEAD_DIM, BLOCK_D)

@@ -1,19 +1,26 @@
 """Lloyd-Max codes of 2 bits, and the 2 more bits that refine them (Max, 1960).
 
-    2 bits: magnitude 3 or 10 (threshold 6.5), and a sign;     x ~ norm * level
+    2 bits: magnitude 3 or 10, and a sign;     x ~ norm * level
     4 bits: each of the two cells of a sign cut in four at its own best levels.
 
-In units of norm = 0.151 deviations of a Gaussian, where 3 and 10 are the optimal pair to 1e-6 of
-the error (.11748), and eighths for the fine levels cost 0.3 % of theirs (.00976 against .00973; a
-code of 4 bits that is not nested has .0095). Whole numbers and eighths are exact in FP16 and BF16,
-so that a dot product of codes loses nothing.
+3 : 10 is the optimal pair of a Gaussian, to 1e-6 of the error (.11748), and codes are the nearest
+levels under the least-squares norm s = <|x|, level> / |level|^2. Read with s, every row comes out
+shorter by its relative error, scores with it, for all tokens alike. The norm that is stored is the
+unbiased one,
+
+    norm = |x|^2 / <|x|, level>,     so that <x, norm * level> = |x|^2,
+
+0.171 deviations of a Gaussian where s is 0.151; but 2 s at most, past which the error would exceed
+that of a row of zeros: a row so unlike a Gaussian keeps some bias. Fine levels are the means of
+their cells, again longer by their error (.0098), so that the same norm serves both readings; in
+sixteenths of it, at thresholds that leave 0.3 % of bias. Levels are exact in FP16 and BF16, so that
+a dot product of codes loses nothing.
 
 A 2-bit code is `is_outer + 2 * is_negative`; a fine code counts the levels of its cell from zero
 on. Both are packed alike: byte i of a row holds channels i, i + D/4, i + 2D/4 and i + 3D/4, from
 the lowest bits up.
 
-The norm is the least-squares one for its codes, rounded to BF16, and the codes are then the nearest
-levels under it. Sums are those of integers (fixed_point.py).
+Sums are those of integers (fixed_point.py).
 
 Letters: N rows, D head_dim, Q D / 4.
 """
@@ -35,14 +42,14 @@ from subten.kernels.triton_shim import tl, triton_jit
 
 INNER, OUTER, THRESHOLD = 3.0, 10.0, 6.5
 
-FINE_LEVELS = (0.75, 2.375, 3.875, 5.625, 7.625, 10.125, 13.125, 17.625)
+FINE_LEVELS = (0.6875, 2.125, 3.4375, 5.0, 6.8125, 9.0, 11.6875, 15.6875)
 """Magnitudes of the 4-bit code: four of the inner cell, four of the outer one."""
 
-FINE_THRESHOLDS = (1.5625, 3.125, 4.75, THRESHOLD, 8.875, 11.625, 15.375)
-"""Half-way between neighbours, but for the one that the 2-bit code has set."""
+FINE_THRESHOLDS = ((1.375, 2.75, 4.1875), (7.8125, 10.25, 13.5625))
+"""Half-way between the means of neighbours within the inner and the outer cell."""
 
-LIMIT = 2.2e38
-"""Larger magnitudes count as this: 10 norms of a row must not overflow where 6.5 do not."""
+LIMIT = 1e38
+"""Larger magnitudes count as this: an outer value, of more than 6.5 s, becomes at most 20 s."""
 
 _FIRST_NORM = 0.18917
 """Norm over mean |x| of a Gaussian, 1 / (0.151 * 0.79788): where the least squares start."""
@@ -51,10 +58,10 @@ _ROUNDS = 2
 """Rounds of codes and norm in turn; a third would take 0.3 % off the error of Gaussian rows."""
 
 
-def norm_of(x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 rows -> `(x_ND, norm_N1)`: rows made finite and limited, and norms that BF16 holds.
+def norm_of(x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """float32 rows -> `(x_ND, norm_N1, is_outer_ND)`: finite and limited rows, norms, 2-bit codes.
 
-    The norm of a row with a NaN or an infinity is NaN, and its values are 0.
+    Norms are BF16 values. That of a row with a NaN or an infinity is NaN, and its values are 0.
     """
     check_rows(x_ND)
     is_finite_N1 = are_finite(x_ND)
@@ -63,23 +70,35 @@ def norm_of(x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     whole_ND, unit_N1 = to_whole(x_ND)
     size_ND = whole_ND.abs_()
     total_N1 = size_ND.sum(dim=-1, keepdim=True)
-    norm_N1 = total_N1.float() * (_FIRST_NORM / head_dim)
+    fit_N1 = total_N1.float() * (_FIRST_NORM / head_dim)
+    is_outer_ND, product_N1, square_N1 = _levels_under(fit_N1, size_ND, total_N1)
     for _ in range(_ROUNDS):
-        is_outer_ND = size_ND > norm_N1 * THRESHOLD
-        outer_N1 = torch.where(is_outer_ND, size_ND, 0).sum(dim=-1, keepdim=True)
-        # <|x|, level> / <level, level>; 3 and 10, 9 and 100.
-        square_N1 = 9 * head_dim + 91 * is_outer_ND.sum(dim=-1, keepdim=True)
-        norm_N1 = (3 * total_N1 + 7 * outer_N1).float() / square_N1.float()
+        fit_N1 = product_N1 / square_N1
+        is_outer_ND, product_N1, square_N1 = _levels_under(fit_N1, size_ND, total_N1)
+    length_N1 = size_ND.long().square().sum(dim=-1, keepdim=True).float()
+    norm_N1 = torch.minimum(length_N1 / product_N1.clamp(min=1.0), 2 * (product_N1 / square_N1))
     norm_N1 = round_bf16(norm_N1 * unit_N1)
-    return x_ND, torch.where(is_finite_N1, norm_N1, float("nan"))
+    return x_ND, torch.where(is_finite_N1, norm_N1, float("nan")), is_outer_ND
 
 
-def magnitude_codes(x_ND: torch.Tensor, norm_N1: torch.Tensor) -> torch.Tensor:
-    """[N, D] int32 0..7: which of FINE_LEVELS is nearest; 4 and more are the outer cell."""
+def _levels_under(
+    fit_N1: torch.Tensor, size_ND: torch.Tensor, total_N1: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which of 3 and 10 is nearest under a norm; <|x|, level> and <level, level>, float32."""
+    is_outer_ND = size_ND > fit_N1 * THRESHOLD
+    outer_N1 = torch.where(is_outer_ND, size_ND, 0).sum(dim=-1, keepdim=True)
+    square_N1 = 9 * size_ND.shape[-1] + 91 * is_outer_ND.sum(dim=-1, keepdim=True)
+    return is_outer_ND, (3 * total_N1 + 7 * outer_N1).float(), square_N1.float()
+
+
+def magnitude_codes(
+    x_ND: torch.Tensor, norm_N1: torch.Tensor, is_outer_ND: torch.Tensor
+) -> torch.Tensor:
+    """[N, D] int32 0..7: which of FINE_LEVELS stands for x; 4 and more are the outer cell."""
     size_ND = x_ND.abs()
-    code_ND = torch.zeros_like(x_ND, dtype=torch.int32)
-    for threshold in FINE_THRESHOLDS:
-        code_ND += size_ND > norm_N1 * threshold
+    code_ND = is_outer_ND.int() * 4
+    for inner, outer in zip(*FINE_THRESHOLDS, strict=True):
+        code_ND += size_ND > norm_N1 * torch.where(is_outer_ND, outer, inner)
     return code_ND
 
 
@@ -103,30 +122,41 @@ def norm_of_device(x_ND: tl.tensor, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexp
     x_ND = tl.where((tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], x_ND, 0.0)
     is_bad_N = tl.max(magnitude_bits(x_ND), axis=1) >= 0x7F800000
     x_ND = tl.where(is_bad_N[:, None], 0.0, x_ND)
-    x_ND = tl.minimum(tl.maximum(x_ND, -2.2e38), 2.2e38)
+    x_ND = tl.minimum(tl.maximum(x_ND, -1e38), 1e38)
     whole_ND, unit_N = to_whole_device(x_ND)
     size_ND = tl.abs(whole_ND)
     total_N = tl.sum(size_ND, axis=1)
-    norm_N = total_N.to(tl.float32) * (0.18917 / HEAD_DIM)
+    fit_N = total_N.to(tl.float32) * (0.18917 / HEAD_DIM)
+    is_outer_ND, product_N, square_N = _levels_under_device(fit_N, size_ND, total_N, HEAD_DIM)
     for _ in tl.static_range(2):
-        is_outer_ND = size_ND.to(tl.float32) > (norm_N * 6.5)[:, None]
-        outer_N = tl.sum(tl.where(is_outer_ND, size_ND, 0), axis=1)
-        square_N = 9 * HEAD_DIM + 91 * tl.sum(is_outer_ND.to(tl.int32), axis=1)
-        norm_N = tl.div_rn((3 * total_N + 7 * outer_N).to(tl.float32), square_N.to(tl.float32))
-    return x_ND, nan_where(is_bad_N, round_bf16_device(norm_N * unit_N))
+        fit_N = tl.div_rn(product_N, square_N)
+        is_outer_ND, product_N, square_N = _levels_under_device(fit_N, size_ND, total_N, HEAD_DIM)
+    length_N = tl.sum(size_ND.to(tl.int64) * size_ND, axis=1).to(tl.float32)
+    norm_N = tl.div_rn(length_N, tl.maximum(product_N, 1.0))
+    norm_N = tl.minimum(norm_N, 2 * tl.div_rn(product_N, square_N))
+    norm_N = round_bf16_device(norm_N * unit_N)
+    return x_ND, nan_where(is_bad_N, norm_N), is_outer_ND
 
 
 @triton_jit
-def magnitude_codes_device(x_ND: tl.tensor, norm_N: tl.tensor) -> Any:
+def _levels_under_device(
+    fit_N: tl.tensor, size_ND: tl.tensor, total_N: tl.tensor, HEAD_DIM: tl.constexpr
+) -> Any:
+    """Device twin of `_levels_under`."""
+    is_outer_ND = size_ND.to(tl.float32) > (fit_N * 6.5)[:, None]
+    outer_N = tl.sum(tl.where(is_outer_ND, size_ND, 0), axis=1)
+    square_N = 9 * HEAD_DIM + 91 * tl.sum(is_outer_ND.to(tl.int32), axis=1)
+    return is_outer_ND, (3 * total_N + 7 * outer_N).to(tl.float32), square_N.to(tl.float32)
+
+
+@triton_jit
+def magnitude_codes_device(x_ND: tl.tensor, norm_N: tl.tensor, is_outer_ND: tl.tensor) -> Any:
     """Device twin of `magnitude_codes`."""
     size_ND, norm_N1 = tl.abs(x_ND), norm_N[:, None]
-    code_ND = (size_ND > norm_N1 * 1.5625).to(tl.int32)
-    code_ND += (size_ND > norm_N1 * 3.125).to(tl.int32)
-    code_ND += (size_ND > norm_N1 * 4.75).to(tl.int32)
-    code_ND += (size_ND > norm_N1 * 6.5).to(tl.int32)
-    code_ND += (size_ND > norm_N1 * 8.875).to(tl.int32)
-    code_ND += (size_ND > norm_N1 * 11.625).to(tl.int32)
-    code_ND += (size_ND > norm_N1 * 15.375).to(tl.int32)
+    code_ND = is_outer_ND.to(tl.int32) * 4
+    code_ND += (size_ND > norm_N1 * tl.where(is_outer_ND, 7.8125, 1.375)).to(tl.int32)
+    code_ND += (size_ND > norm_N1 * tl.where(is_outer_ND, 10.25, 2.75)).to(tl.int32)
+    code_ND += (size_ND > norm_N1 * tl.where(is_outer_ND, 13.5625, 4.1875)).to(tl.int32)
     return code_ND
 
 
@@ -183,10 +213,10 @@ def level_4bit(code_ND: tl.tensor, fine_ND: tl.tensor) -> Any:
     """2-bit codes and the codes that refine them (int32) -> the signed FINE_LEVELS, float32."""
     is_low_ND, is_even_ND = fine_ND < 2, (fine_ND & 1) == 0
     inner_ND = tl.where(
-        is_low_ND, tl.where(is_even_ND, 0.75, 2.375), tl.where(is_even_ND, 3.875, 5.625)
+        is_low_ND, tl.where(is_even_ND, 0.6875, 2.125), tl.where(is_even_ND, 3.4375, 5.0)
     )
     outer_ND = tl.where(
-        is_low_ND, tl.where(is_even_ND, 7.625, 10.125), tl.where(is_even_ND, 13.125, 17.625)
+        is_low_ND, tl.where(is_even_ND, 6.8125, 9.0), tl.where(is_even_ND, 11.6875, 15.6875)
     )
     size_ND = tl.where((code_ND & 1) == 0, inner_ND, outer_ND)
     bits_ND = size_ND.to(tl.int32, bitcast=True) | ((code_ND & 2) << 30)

@@ -77,8 +77,8 @@ def mixed_format(head_dim: int) -> MixedFormat:
 
 def encode_nested(x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """float32 rows -> `(codes_NQ, fine_NQ, norm_N2)`, uint8; codes and norm are those of `int2`."""
-    x_ND, norm_N1 = norm_of(x_ND)
-    code_ND = magnitude_codes(x_ND, norm_N1)
+    x_ND, norm_N1, is_outer_ND = norm_of(x_ND)
+    code_ND = magnitude_codes(x_ND, norm_N1, is_outer_ND)
     fine_NQ = pack_pairs(code_ND & 3)
     codes_NQ = pack_pairs(code_ND >> 2 | (x_ND < 0) << 1)
     return codes_NQ, fine_NQ, bf16_to_bytes(norm_N1)
@@ -110,8 +110,8 @@ def device_store_nested(
 ) -> None:
     """Device twin of `encode_nested`: into a base plane, and a fine plane where there is one."""
     QUARTER: tl.constexpr = HEAD_DIM // 4
-    x_ND, norm_N = norm_of_device(x_ND, HEAD_DIM, BLOCK_D)
-    code_ND = magnitude_codes_device(x_ND, norm_N)
+    x_ND, norm_N, is_outer_ND = norm_of_device(x_ND, HEAD_DIM, BLOCK_D)
+    code_ND = magnitude_codes_device(x_ND, norm_N, is_outer_ND)
     base_ND = (code_ND >> 2) | ((x_ND < 0).to(tl.int32) << 1)
     store_pairs(page + CODES + row_N * QUARTER, base_ND, mask_N, HEAD_DIM, BLOCK_D)
     store_bf16(page + SCALE, row_N, norm_N, mask_N)

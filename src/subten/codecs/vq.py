@@ -5,14 +5,16 @@
 Both codewords are chosen together, the nearest of all 4096 sums, not one after the other: 10 % less
 error at the same decode. Codewords are whole numbers of steps of 1/32 deviation (vq_codebook.py),
 sums of two below 2^8, so exact in FP16 and BF16. Rows are compared with them in steps of 1/128 of a
-deviation: every product and sum is a whole number below 2^24, exact in FP32 in any order. The norm
-is the least-squares one for the choice, rounded to BF16.
+deviation: every product and sum is a whole number below 2^24, exact in FP32 in any order.
+
+The norm is |x|^2 / <x, sum of codewords>, rounded to BF16, so that rows are read as long as they
+were; at most twice that of least squares (as in lloyd_max.py, which says why).
 
 A row's codes: D/8 bytes of first-stage indices, then D/16 bytes of second-stage ones, vector i in
 the low nibble of byte i and vector i + D/16 in its high nibble.
 
 A row of zeros has norm 0. A row with a NaN or an infinity has norm NaN and decodes to NaN as a
-whole. Magnitudes above 2e37 count as 2e37, and rows below 2^-120 as zeros.
+whole. Magnitudes above 1e37 count as 1e37, and rows below 2^-120 as zeros.
 
 Letters: N rows (or vectors), D head_dim, V vectors of a row, C codewords of both stages, B bytes of
 one row in one plane.
@@ -58,8 +60,8 @@ SEARCH_LIMIT = 1500
 """Rows are searched with at most this many 128ths of a deviation: less any codeword of the second
 stage, four steps each, FP16 still holds them."""
 
-_LIMIT = 2e37
-"""A value may decode to a few times the largest of its row, which must not overflow."""
+_LIMIT = 1e37
+"""A value may decode to 2 sqrt(D) times the largest of its row, which must not overflow."""
 
 _MEAN_SIZE = 0.79788
 """Mean |x| of a unit Gaussian, sqrt(2 / pi)."""
@@ -116,9 +118,11 @@ def _encode(x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     shape_NV = (*x_ND.shape[:-1], head_dim // VECTOR)
     first_NV, second_NV = (index_N.view(shape_NV) for index_N in found)
     level_ND = (rows_C8[first_NV] + rows_C8[second_NV + FIRST]).flatten(-2).long()
-    product_N1 = (whole_ND * level_ND).sum(dim=-1, keepdim=True).clamp(min=0)
-    square_N1 = level_ND.square().sum(dim=-1, keepdim=True).clamp(min=1)
-    norm_N1 = round_bf16(product_N1.float() / square_N1.float() * unit_N1)
+    product_N1 = (whole_ND * level_ND).sum(dim=-1, keepdim=True).clamp(min=0).float()
+    square_N1 = level_ND.square().sum(dim=-1, keepdim=True).clamp(min=1).float()
+    length_N1 = whole_ND.long().square().sum(dim=-1, keepdim=True).float()
+    norm_N1 = torch.minimum(length_N1 / product_N1.clamp(min=1.0), 2 * (product_N1 / square_N1))
+    norm_N1 = round_bf16(norm_N1 * unit_N1)
     norm_N2 = bf16_to_bytes(torch.where(is_finite_N1, norm_N1, float("nan")))
     parts = (first_NV.to(torch.uint8), pack_nibbles(second_NV.to(torch.uint8)))
     return torch.cat(parts, dim=-1), norm_N2, norm_N2[..., :0]
@@ -172,7 +176,7 @@ def _device_encode(
     x_ND = tl.where(is_inside_1D, x_ND, 0.0)
     is_bad_N = tl.max(magnitude_bits(x_ND), axis=1) >= 0x7F800000
     x_ND = tl.where(is_bad_N[:, None], 0.0, x_ND)
-    x_ND = tl.minimum(tl.maximum(x_ND, -2e37), 2e37)
+    x_ND = tl.minimum(tl.maximum(x_ND, -1e37), 1e37)
     whole_ND, unit_N = to_whole_device(x_ND)
     deviation_N = tl.sum(tl.abs(whole_ND), axis=1).to(tl.float32) * (1 / (0.79788 * HEAD_DIM))
     deviation_N = tl.where(deviation_N > 0, deviation_N, 1.0)
@@ -184,9 +188,11 @@ def _device_encode(
     first_N, second_N = _nearest_pair(tl.reshape(y_ND, (NUM_ROWS * BLOCK_V, 8)), tables)
     level_ND = tl.reshape(_levels(first_N, second_N, tables), (NUM_ROWS, BLOCK_D))
     level_ND = tl.where(is_inside_1D, level_ND, 0.0).to(tl.int32)
-    product_N = tl.sum(whole_ND.to(tl.int64) * level_ND, axis=1)
-    square_N = tl.maximum(tl.sum(level_ND * level_ND, axis=1), 1)
-    norm_N = tl.div_rn(tl.maximum(product_N, 0).to(tl.float32), square_N.to(tl.float32))
+    product_N = tl.maximum(tl.sum(whole_ND.to(tl.int64) * level_ND, axis=1), 0).to(tl.float32)
+    square_N = tl.maximum(tl.sum(level_ND * level_ND, axis=1), 1).to(tl.float32)
+    length_N = tl.sum(whole_ND.to(tl.int64) * whole_ND, axis=1).to(tl.float32)
+    norm_N = tl.div_rn(length_N, tl.maximum(product_N, 1.0))
+    norm_N = tl.minimum(norm_N, 2 * tl.div_rn(product_N, square_N))
     norm_N = round_bf16_device(norm_N * unit_N)
     store_bf16(page_N + SCALE, row_N, nan_where(is_bad_N, norm_N), mask_N)
     row_ptr_N = page_N + CODES + row_N * (HEAD_DIM * 3 // 16)

@@ -18,7 +18,7 @@ SINK_TOKENS = 4
 """First tokens of a sequence that stay in BF16 unless `kv_sink_tokens` says otherwise: attention
 sinks lie there, whose errors reach every later token."""
 
-MAX_SINK_ROWS = 0
+MAX_SINK_ROWS = 16
 """So many sink tokens are kept as rows of their own; for more the whole pages stay in BF16."""
 
 WINDOW_TOKENS = 0

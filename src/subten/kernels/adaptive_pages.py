@@ -6,7 +6,7 @@ Letters: L layers, P page ids (in `mass_SP` pages of one sequence, in order), S 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -70,7 +70,7 @@ class AdaptivePages:
         stride = max(1, len(self) // MASS_LAYERS)
         return [
             LayerPages(
-                self.pools.layer(index, self.place_P4),
+                self._layer(index),
                 mass_SP if index % stride == stride // 2 else None,
             )
             for index in range(len(self))
@@ -91,6 +91,12 @@ class AdaptivePages:
         hot_LNGB = self.pools.hot_LHGB[:, hot_sink_N2[:, 0]]
         parts = [hot_LNGB[..., start : start + half] for start in (fmt.k_codes, fmt.v_codes)]
         self.sink_LXGB[:, hot_sink_N2[:, 1]] = torch.cat(parts, dim=-1)
+
+    def _layer(self, index: int) -> MixedPages:
+        pages = self.pools.layer(index, self.place_P4)
+        if self.sink_LXGB.numel() == 0:
+            return pages
+        return replace(pages, sink_XGB=self.sink_LXGB[index], sink_P=self.sink_P)
 
     def _step_mass(self, step: StepTensors) -> torch.Tensor | None:
         num_rows, width = step.page_table_SP.shape

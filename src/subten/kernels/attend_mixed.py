@@ -1,8 +1,8 @@
 """`attend_mixed`: attention over pages of mixed fidelity, and how much of it each page drew.
 
 Letters: T tokens of the step, H query heads, G KV heads, D head_dim, P pages (ids in `place_P4`, of
-one sequence in `page_table_SP` and `mass_SP`), S sequences, Q query tiles, N key positions, M rows
-of a tile (tokens x heads of one KV head), Z splits.
+one sequence in `page_table_SP` and `mass_SP`, positions in `table_PC`), S sequences, Q query tiles,
+N key positions, M rows of a tile (tokens x heads of one KV head), Z splits, C columns of the table.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from subten.codecs.nested import MixedFormat, device_load_nested
+from subten.codecs.nested import MixedFormat
 from subten.core import PAGE_SIZE
 from subten.kernels.attend import check_queries
 from subten.kernels.attend_plan import AttendPlan
 from subten.kernels.attend_tiles import (
     Partials,
+    check_table,
     load_queries,
     make_partials,
     merge,
@@ -33,10 +34,10 @@ from subten.kernels.attend_tiles import (
     tile_span,
 )
 from subten.kernels.kv_append import check_rotation, codec_tables, rotate_rows
-from subten.kernels.mixed_pages import MixedPages, read_mixed
+from subten.kernels.mixed_pages import MixedPages, load_mixed, read_sequence
 from subten.kernels.page_mass import add_sequences, add_tiles, make_shares
 from subten.kernels.step import StepTensors
-from subten.kernels.triton_shim import tl, triton_jit
+from subten.kernels.triton_shim import tl, triton, triton_jit
 
 
 def attend_mixed(
@@ -48,6 +49,8 @@ def attend_mixed(
     scale: float,
     rotation_DD: torch.Tensor,
     mass_SP: torch.Tensor | None = None,
+    coef_THC: torch.Tensor | None = None,
+    table_PC: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`attend` where each page lies as its record says; returns `out_THD` in q's dtype.
 
@@ -56,13 +59,21 @@ def attend_mixed(
     `pages.place_P4`; the records of pages that are read must be HOT, BASE or COLD. Rows in every
     kind of plane are rotated: `rotation_DD` is `codecs.rotation.hadamard(D)`.
 
+    `coef_THC` and `table_PC`, float32 and contiguous, both or none, add
+    scale * sum_c coef[t, h, c] * table[n, c] to the score of every key n, whatever plane it lies
+    in: what keys have lost that were stored less a part that their position tells. The table has a
+    row for each position up to `step.max_kv_len`. Products are FP32 under FP32 queries and TF32
+    otherwise.
+
     `mass_SP` float32, shaped as `page_table_SP`: to each page of each sequence is added the softmax
     weight that it got, summed over the step's queries and heads; a sequence's row grows by its
     queries times H in all. Two launches more, three for steps that are not single tokens; the sums
     have a fixed order.
     """
     check_mixed(q_THD, pages, fmt, step, rotation_DD, mass_SP)
+    check_table(q_THD, step, coef_THC, table_PC)
     keywords: dict[str, Any] = {"scale": scale, "rotation_DD": rotation_DD, "mass_SP": mass_SP}
+    keywords |= {"coef_THC": coef_THC, "table_PC": table_PC}
     if q_THD.device.type == "cpu" and q_THD.dtype != torch.float32:
         # Triton's interpreter multiplies the bit patterns of bf16 dots and truncates bf16 casts.
         return attend_mixed(q_THD.float(), pages, fmt, step, **keywords).to(q_THD.dtype)
@@ -77,7 +88,7 @@ def attend_mixed(
     elif mass_SP is not None:
         shape_THZ = (*q_THD.shape[:2], plan.num_splits)
         partials = Partials(out_THD, q_THD.new_empty(shape_THZ, dtype=torch.float32))
-    call = _Call(q_THD, pages, fmt, plan, partials, scale, rotation_DD)
+    call = _Call(q_THD, pages, fmt, plan, partials, scale, rotation_DD, coef_THC, table_PC)
     if mass_SP is None:
         _launch(call, step, None)
     else:
@@ -101,12 +112,15 @@ def attend_mixed_torch(
     scale: float,
     rotation_DD: torch.Tensor,
     mass_SP: torch.Tensor | None = None,
+    coef_THC: torch.Tensor | None = None,
+    table_PC: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Twin of `attend_mixed`, and the CPU backend; FP32 throughout, any orthogonal `rotation_DD`.
 
     Differentiable in q. Tokens of no tile come out as zeros.
     """
     check_mixed(q_THD, pages, fmt, step, rotation_DD, mass_SP)
+    check_table(q_THD, step, coef_THC, table_PC)
     num_tokens, num_heads, head_dim = q_THD.shape
     query_start, kv_lens = step.query_start_S1.tolist(), step.kv_len_S.tolist()
     rows = []
@@ -116,12 +130,15 @@ def attend_mixed_torch(
             rows.append(q_THD.new_zeros(end - first, num_heads, head_dim))
             continue
         num_pages = -(-kv_len // PAGE_SIZE)
-        place_N4 = pages.place_P4.index_select(0, step.page_table_SP[s, :num_pages])
-        k_GND, v_GND = (x_GND[:, :kv_len] for x_GND in read_mixed(pages, fmt, place_N4))
+        page_N = step.page_table_SP[s, :num_pages]
+        k_GND, v_GND = (x_GND[:, :kv_len] for x_GND in read_sequence(pages, fmt, page_N))
         for start in range(first, end, _CHUNK):
             stop = min(start + _CHUNK, end)
             q = q_THD[start:stop].float() @ rotation_DD * scale
-            out, mass_N = _dense(q, k_GND, v_GND, step.position_T[start:stop])
+            added_THN = None
+            if coef_THC is not None and table_PC is not None:
+                added_THN = coef_THC[start:stop] * scale @ table_PC[:kv_len].T
+            out, mass_N = _dense(q, k_GND, v_GND, step.position_T[start:stop], added_THN)
             rows.append((out @ rotation_DD.T).to(q_THD.dtype))
             if mass_SP is not None:
                 padded_N = F.pad(mass_N.detach(), (0, -len(mass_N) % PAGE_SIZE))
@@ -136,7 +153,11 @@ _CHUNK = 128
 
 
 def _dense(
-    q_THD: torch.Tensor, k_GND: torch.Tensor, v_GND: torch.Tensor, position_T: torch.Tensor
+    q_THD: torch.Tensor,
+    k_GND: torch.Tensor,
+    v_GND: torch.Tensor,
+    position_T: torch.Tensor,
+    added_THN: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of turned and scaled queries; and the sum of weights of each key, [N]."""
     num_tokens, num_kv_heads = len(q_THD), len(k_GND)
@@ -146,6 +167,9 @@ def _dense(
     score_GMN = q_GMD @ k_GND.transpose(1, 2)
     is_hidden_TN = torch.arange(num_keys, device=q_THD.device) > position_T[:, None]
     score_GTMN = score_GMN.unflatten(1, (num_tokens, -1))
+    if added_THN is not None:
+        added_TGMN = added_THN[..., :num_keys].unflatten(1, (num_kv_heads, -1))
+        score_GTMN = score_GTMN + added_TGMN.transpose(0, 1)
     weight_GTMN = score_GTMN.masked_fill(is_hidden_TN[:, None], -math.inf).softmax(-1)
     out_GMD = weight_GTMN.flatten(1, 2) @ v_GND
     out_THD = out_GMD.unflatten(1, (num_tokens, -1)).transpose(0, 1).flatten(1, 2)
@@ -186,6 +210,8 @@ class _Call:
     partials: Partials
     scale: float
     rotation_DD: torch.Tensor
+    coef_THC: torch.Tensor | None
+    table_PC: torch.Tensor | None
 
     @property
     def group(self) -> int:
@@ -198,6 +224,9 @@ def _launch(call: _Call, step: StepTensors, share_QBPM: torch.Tensor | None) -> 
     pages, fmt, plan = call.pages, call.fmt, call.plan
     pools = (pages.hot_HGB, pages.base_BGB, pages.fine_FGB, pages.cold_CGB)
     num_blocks = pages.num_kv_heads * plan.head_blocks
+    # Where there is no such thing any pointer does: it is not read.
+    sink_XGB = pages.hot_HGB if pages.sink_XGB is None else pages.sink_XGB
+    width = 0 if call.table_PC is None else call.table_PC.shape[1]
     _attend_mixed_kernel[(len(step.tile_seq_Q), num_blocks, plan.grid_splits)](
         *tile_args(step, plan),
         call.q_THD,
@@ -207,6 +236,11 @@ def _launch(call: _Call, step: StepTensors, share_QBPM: torch.Tensor | None) -> 
         step.page_table_SP.stride(0),
         *(part for pool in pools for part in (pool, *pool.stride()[:2])),
         codec_tables(fmt.cold.codec, pages.cold_CGB),
+        sink_XGB,
+        *sink_XGB.stride()[:2],
+        pages.place_P4 if pages.sink_P is None else pages.sink_P,
+        call.partials.lse_THZ if call.coef_THC is None else call.coef_THC,
+        call.partials.lse_THZ if call.table_PC is None else call.table_PC,
         call.partials.out_THZD,
         call.partials.lse_THZ,
         call.partials.lse_THZ if share_QBPM is None else share_QBPM,
@@ -220,6 +254,10 @@ def _launch(call: _Call, step: StepTensors, share_QBPM: torch.Tensor | None) -> 
         COLD_SCALE=fmt.cold.k_scale,
         COLD_ZERO=fmt.cold.k_zero,
         COLD_V=fmt.cold.v_codes,
+        NUM_SINKS=pages.num_sinks(fmt),
+        WIDTH=width,
+        BLOCK_C=max(16, triton.next_power_of_2(width)),
+        TABLE_PRECISION="ieee" if call.q_THD.dtype == torch.float32 else "tf32",
         GROUP=call.group,
         BLOCK_H=plan.block_heads,
         BLOCK_M=plan.block_rows,
@@ -238,13 +276,17 @@ def _launch(call: _Call, step: StepTensors, share_QBPM: torch.Tensor | None) -> 
 #     BASE  base + first:  2-bit codes and norms, and bits that refine them at fine + fine_k, fine_v
 #     COLD  cold + first:  indices into the codebook, and norms
 #
-# The kind is the same for a whole page, so that a warp takes one branch; every kind gives codes
-# that are exact in BF16 and one scale a row, and no zero-point. K and V differ by one offset in
-# every plane. The share of a page, for its mass, is log2 of the sum of its weights in each row.
+# K and V differ by one offset in every plane. The share of a page, for its mass, is log2 of the sum
+# of its weights in each row.
+#
+# The first rows of a sequence come from its sink plane, if its first page has gone down. The part
+# that a table has in scores is a product of its own, coef [M, C] by 64 of its rows; coefficients
+# are loaded again for each page: kept, they would take as many registers as the output.
 #
 # Bytes of a page and KV head: 256 D hot, 32 D + 256 base and 16 D more for each fine plane, 24 D +
-# 256 cold; with mass 4 a row and page. Loads are not pipelined over the branches (num_stages 1):
-# latency is hidden by programs alone. Not yet measured on a GPU.
+# 256 cold; with mass 4 a row and page; with a table 256 C a page, the same for all heads. Loads are
+# not pipelined over the branches (num_stages 1): latency is hidden by programs alone. Not yet
+# measured on a GPU.
 @triton_jit
 def _attend_mixed_kernel(
     position_ptr: tl.tensor,
@@ -273,6 +315,12 @@ def _attend_mixed_kernel(
     cold_stride: tl.tensor,
     cold_stride_g: tl.tensor,
     tables_ptr: tl.tensor,
+    sink_ptr: tl.tensor,
+    sink_stride: tl.tensor,
+    sink_stride_g: tl.tensor,
+    sink_of_ptr: tl.tensor,
+    coef_ptr: tl.tensor,
+    table_ptr: tl.tensor,
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     share_ptr: tl.tensor,
@@ -286,6 +334,10 @@ def _attend_mixed_kernel(
     COLD_SCALE: tl.constexpr,
     COLD_ZERO: tl.constexpr,
     COLD_V: tl.constexpr,
+    NUM_SINKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    TABLE_PRECISION: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -334,15 +386,20 @@ def _attend_mixed_kernel(
     sum_M = tl.zeros([BLOCK_M], tl.float32)
     acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_N = tl.arange(0, PAGE)
-    table_ptr = page_table_ptr + seq.to(tl.int64) * page_table_stride
+    page_table_ptr += seq.to(tl.int64) * page_table_stride
     kv_head = (block // HEAD_BLOCKS).to(tl.int64)
     hot_ptr += kv_head * hot_stride_g
     base_ptr += kv_head * base_stride_g
     fine_ptr += kv_head * fine_stride_g
     cold_ptr += kv_head * cold_stride_g
+    sink_ptr += kv_head * sink_stride_g
+    c = tl.arange(0, BLOCK_C)
+    coef_MC = coef_ptr + (token_M.to(tl.int64) * NUM_HEADS + head_M)[:, None] * WIDTH + c[None, :]
+    coef_mask_MC = mask_M[:, None] & (c < WIDTH)[None, :]
     share_ptr += (tile.to(tl.int64) * tl.num_programs(1) + block) * share_pages * BLOCK_M
     for index in range(first_page, tl.minimum(first_page + pages_per_split, num_pages)):
-        record_ptr = place_ptr + tl.load(table_ptr + index).to(tl.int64) * 4
+        page = tl.load(page_table_ptr + index).to(tl.int64)
+        record_ptr = place_ptr + page * 4
         kind, first = tl.load(record_ptr), tl.load(record_ptr + 1).to(tl.int64)
         hot = hot_ptr + first * hot_stride
         base = base_ptr + first * base_stride
@@ -350,23 +407,45 @@ def _attend_mixed_kernel(
         key_N = index * PAGE + row_N
         mask_N = key_N < num_keys
 
+        has_sinks = False
+        sink = sink_ptr
+        if NUM_SINKS > 0:
+            sink_id = tl.load(sink_of_ptr + page, mask=index == 0, other=-1).to(tl.int64)
+            has_sinks = (sink_id >= 0) & (kind != 0)
+            sink += tl.maximum(sink_id, 0) * sink_stride
         fine_id = tl.load(record_ptr + 2).to(tl.int64)
-        fine = fine_ptr + tl.maximum(fine_id, 0) * fine_stride
-        if kind == 0:
-            code_ND, scale_N, _ = DECODE_HOT(
-                hot, row_N, mask_N, tables_ptr, 0, HOT_V, HOT_V, HEAD_DIM, BLOCK_D
-            )
-        elif kind == 1:
-            code_ND, scale_N = device_load_nested(
-                base, fine, fine_id >= 0, row_N, mask_N, 0, BASE_SCALE, HEAD_DIM, BLOCK_D
-            )
-        else:
-            code_ND, scale_N, _ = DECODE_COLD(
-                cold, row_N, mask_N, tables_ptr, 0, COLD_SCALE, COLD_ZERO, HEAD_DIM, BLOCK_D
-            )
+        code_ND, scale_N = load_mixed(
+            kind,
+            hot,
+            base,
+            fine_ptr + tl.maximum(fine_id, 0) * fine_stride,
+            fine_id >= 0,
+            cold,
+            sink,
+            has_sinks,
+            row_N,
+            mask_N,
+            tables_ptr,
+            DECODE_HOT,
+            DECODE_COLD,
+            HOT_V,
+            BASE_SCALE,
+            COLD_SCALE,
+            COLD_ZERO,
+            NUM_SINKS,
+            HEAD_DIM,
+            BLOCK_D,
+        )
         score_MN = tl.dot(q_MD, tl.trans(code_ND.to(dtype)), input_precision="ieee")
+        score_MN = score_MN * scale_N[None, :]
+        if WIDTH > 0:
+            coef = tl.load(coef_MC, mask=coef_mask_MC, other=0.0)
+            table_NC = table_ptr + key_N[:, None] * WIDTH + c[None, :]
+            mask_NC = mask_N[:, None] & (c < WIDTH)[None, :]
+            table_CN = tl.trans(tl.load(table_NC, mask=mask_NC, other=0.0))
+            score_MN += tl.dot(coef, table_CN, input_precision=TABLE_PRECISION)
         is_seen_MN = (key_N[None, :] <= position_M[:, None]) & mask_N[None, :]
-        score_MN = tl.where(is_seen_MN, score_MN * scale_N[None, :] * scale_log2, float("-inf"))
+        score_MN = tl.where(is_seen_MN, score_MN * scale_log2, float("-inf"))
         p_MN, decay_M, shift_M, max_M = softmax_step(score_MN, is_seen_MN, max_M)
         weight_M = tl.sum(p_MN, axis=1)
         if HAS_MASS:
@@ -376,27 +455,28 @@ def _attend_mixed_kernel(
             tl.store(share_ptr + index * BLOCK_M + tl.arange(0, BLOCK_M), share_M)
 
         fine_id = tl.load(record_ptr + 3).to(tl.int64)
-        fine = fine_ptr + tl.maximum(fine_id, 0) * fine_stride
-        if kind == 0:
-            code_ND, scale_N, _ = DECODE_HOT(
-                hot + HOT_V, row_N, mask_N, tables_ptr, 0, HOT_V, HOT_V, HEAD_DIM, BLOCK_D
-            )
-        elif kind == 1:
-            code_ND, scale_N = device_load_nested(
-                base + BASE_V, fine, fine_id >= 0, row_N, mask_N, 0, BASE_SCALE, HEAD_DIM, BLOCK_D
-            )
-        else:
-            code_ND, scale_N, _ = DECODE_COLD(
-                cold + COLD_V,
-                row_N,
-                mask_N,
-                tables_ptr,
-                0,
-                COLD_SCALE,
-                COLD_ZERO,
-                HEAD_DIM,
-                BLOCK_D,
-            )
+        code_ND, scale_N = load_mixed(
+            kind,
+            hot + HOT_V,
+            base + BASE_V,
+            fine_ptr + tl.maximum(fine_id, 0) * fine_stride,
+            fine_id >= 0,
+            cold + COLD_V,
+            sink + NUM_SINKS * 2 * HEAD_DIM,
+            has_sinks,
+            row_N,
+            mask_N,
+            tables_ptr,
+            DECODE_HOT,
+            DECODE_COLD,
+            HOT_V,
+            BASE_SCALE,
+            COLD_SCALE,
+            COLD_ZERO,
+            NUM_SINKS,
+            HEAD_DIM,
+            BLOCK_D,
+        )
         # Scaled in FP32 and rounded once, to the dtype of the dot.
         scaled_MN = (p_MN * scale_N[None, :]).to(dtype)
         acc_MD = acc_MD * decay_M[:, None]

@@ -1,7 +1,8 @@
 """What attention over pages does besides decoding them: tiles, the running softmax, the merge.
 
 Letters: T tokens of the step, H query heads, G KV heads, D head_dim, S sequences, Q query tiles, N
-key positions, M rows of a tile (query tokens x heads of one KV head), Z splits.
+key positions, M rows of a tile (query tokens x heads of one KV head), Z splits, C columns of
+a table that adds to scores, P its positions.
 """
 
 from __future__ import annotations
@@ -40,6 +41,26 @@ def plan_for(q_THD: torch.Tensor, num_kv_heads: int, step: StepTensors, num_sms:
         max_query_len=step.max_query_len,
         max_kv_len=step.max_kv_len,
     )
+
+
+def check_table(
+    q_THD: torch.Tensor,
+    step: StepTensors,
+    coef_THC: torch.Tensor | None,
+    table_PC: torch.Tensor | None,
+) -> None:
+    """Assert that a table and its coefficients come together and cover heads and positions."""
+    if coef_THC is None or table_PC is None:
+        assert coef_THC is None, "coef_THC without table_PC"
+        assert table_PC is None, "table_PC without coef_THC"
+        return
+    width = table_PC.shape[1]
+    assert coef_THC.shape == (*q_THD.shape[:2], width), (coef_THC.shape, q_THD.shape, width)
+    assert len(table_PC) >= step.max_kv_len, (len(table_PC), step.max_kv_len)
+    for tensor in (coef_THC, table_PC):
+        assert tensor.dtype == torch.float32, tensor.dtype
+        assert tensor.device == q_THD.device, (tensor.device, q_THD.device)
+        assert tensor.is_contiguous(), tensor.stride()
 
 
 def tile_args(step: StepTensors, plan: AttendPlan) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from subten import __version__
-from subten.serve import admin
+from subten.serve import admin, playground
 from subten.serve.chat import create_chat_completion
 from subten.serve.completions import create_completion
 from subten.serve.context import Context
@@ -39,7 +39,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 def make_app(context: Context) -> Guard:
     """The application around one model.
 
-    Every route asks for a key but the two health probes, and so do paths without a route.
+    Every route asks for a key but `/` and the two health probes, and so do paths without a route.
     """
     # Without FastAPI's own route of the schema, which would ask for no key.
     app = FastAPI(title="subten", version=__version__, openapi_url=None, redirect_slashes=False)
@@ -49,6 +49,10 @@ def make_app(context: Context) -> Guard:
 
     open_router = APIRouter()
     router = APIRouter(dependencies=[Depends(check_key)])
+
+    @open_router.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return playground.page()
 
     @open_router.get("/health/live")
     async def health_live() -> Response:

@@ -1,0 +1,290 @@
+"""`bench serve` against a scripted server: what is a gap, who counts tokens, what is a failure."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("httpx2")
+
+from subten import cli
+from subten.bench.serving import (
+    WORDS,
+    Load,
+    Outcome,
+    measure_serving,
+    parse_goodput,
+    percentile,
+    summarise,
+)
+from subten.core import ConfigError
+
+LATE_MS = 200.0
+"""How late a piece may be on a busy machine; each is sent on time or later, never sooner."""
+
+
+class FakeServer:
+    """Streams what `script` says: (seconds to wait, data of one event)."""
+
+    def __init__(self, script: Any, *, status: int = 200) -> None:
+        fake = self
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.num_live = self.most_live = 0
+        self._lock = threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                assert self.path == "/v1/completions"
+                with fake._lock:
+                    fake.num_live += 1
+                    fake.most_live = max(fake.most_live, fake.num_live)
+                    size = int(self.headers["Content-Length"])
+                    fake.bodies.append(json.loads(self.rfile.read(size)))
+                    fake.keys.append(self.headers["Authorization"])
+                self.send_response(status)
+                self.end_headers()
+                for wait_s, data in script(fake.bodies[-1]):
+                    time.sleep(wait_s)
+                    self.wfile.write(f"data: {data}\n\n".encode())
+                    self.wfile.flush()
+                with fake._lock:
+                    fake.num_live -= 1
+
+            def log_message(self, *_args: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> FakeServer:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def piece(text: str = "a", finish: str | None = None) -> str:
+    return json.dumps({"choices": [{"text": text, "finish_reason": finish}]})
+
+
+def usage(num_output: int, num_prompt: int = 7) -> str:
+    counts = {"prompt_tokens": num_prompt, "completion_tokens": num_output}
+    return json.dumps({"choices": [], "usage": counts})
+
+
+def answer(first_s: float, gap_s: float, num_gaps: int) -> Any:
+    """A stream of one token at `first_s` and `num_gaps` more."""
+    return lambda _body: [
+        (first_s, piece()),
+        *[(gap_s, piece()) for _ in range(num_gaps)],
+        (0.0, usage(num_gaps + 1)),
+        (0.0, "[DONE]"),
+    ]
+
+
+def measure(server: FakeServer, **fields: Any) -> tuple[Load, list[Outcome], float]:
+    settings = {"num_prompts": 1, "random_input_len": 8, "random_output_len": 11}
+    load = Load(base_url=server.url, model="m", **(settings | fields))
+    return load, *measure_serving(load)
+
+
+def test_the_wait_for_the_first_token_is_no_gap():
+    with FakeServer(answer(0.5, 0.005, 10)) as server:
+        load, outcomes, duration_s = measure(server)
+    result = summarise(load, outcomes, duration_s, goodput={})
+    assert result["completed"] == 1, result["errors"]
+    assert len(outcomes[0].itl_ms) == 10
+    assert 500 <= result["median_ttft_ms"] < 500 + LATE_MS
+    assert max(outcomes[0].itl_ms) < 500 - LATE_MS
+    assert result["mean_tpot_ms"] == pytest.approx(statistics.fmean(outcomes[0].itl_ms))
+    assert result["mean_e2el_ms"] == pytest.approx(result["mean_ttft_ms"] + sum(outcomes[0].itl_ms))
+    assert result["total_input_tokens"] == 7
+    assert result["total_output_tokens"] == 11
+    assert result["requests_of_other_output_len"] == result["requests_of_merged_pieces"] == 0
+
+
+def test_tokens_are_those_of_usage_and_a_mismatch_is_told():
+    def script(_body: Any) -> Any:
+        # 100 spaces, in four pieces; a tokenizer would make seven tokens of them.
+        return [(0.0, piece(" " * 25)) for _ in range(4)] + [(0.0, usage(100)), (0.0, "[DONE]")]
+
+    with FakeServer(script) as server:
+        load, outcomes, duration_s = measure(server, num_prompts=3)
+    result = summarise(load, outcomes, duration_s, goodput={})
+    assert result["total_output_tokens"] == 300
+    assert result["output_throughput"] == pytest.approx(300 / duration_s)
+    assert result["requests_of_merged_pieces"] == result["requests_of_other_output_len"] == 3
+    span_ms = (outcomes[0].piece_times_s[-1] - outcomes[0].piece_times_s[0]) * 1e3
+    assert outcomes[0].latency_ms("tpot") == pytest.approx(span_ms / 99)
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ([piece()], "without [DONE]"),
+        ([piece(), "[DONE]"], "no usage"),
+        ([usage(0), "[DONE]"], "empty"),
+        ([piece(), '{"error": {"message": "engine died"}}'], "engine died"),
+        ([piece(), "{"], "JSONDecodeError"),
+        ([piece(), "[1]"], "the server sent"),
+        ([piece(), '{"usage": {"completion_tokens": 1}}'], "the server sent"),
+        ([piece(), '{"choices": [7]}'], "the server sent"),
+    ],
+)
+def test_what_does_not_end_well_is_a_failure(script, message):
+    with FakeServer(lambda _body: [(0.0, data) for data in script]) as server:
+        load, outcomes, duration_s = measure(server)
+    result = summarise(load, outcomes, duration_s, goodput={"ttft": 1e9})
+    assert (result["completed"], result["failed"]) == (0, 1)
+    assert message in result["errors"][0]
+    assert result["mean_ttft_ms"] is None
+    assert result["request_goodput"] == 0
+    json.dumps(result, allow_nan=False)
+
+
+def test_refusals_and_dead_servers_are_failures():
+    with FakeServer(lambda _body: [(0.0, "busy")], status=429) as server:
+        outcomes = measure(server)[1]
+    assert outcomes[0].error.startswith("429: ")
+    load = Load(base_url="http://127.0.0.1:9", model="m", num_prompts=2)
+    outcomes, _ = measure_serving(load)
+    assert all("ConnectError" in outcome.error for outcome in outcomes)
+
+
+def test_concurrency_has_its_limit_and_the_key_is_sent():
+    with FakeServer(answer(0.02, 0.0, 2)) as server:
+        measure(server, num_prompts=12, max_concurrency=3, api_key="secret-key")
+    assert server.most_live <= 3
+    assert len(server.bodies) == 12
+    assert set(server.keys) == {"Bearer secret-key"}
+
+
+def test_requests_come_at_their_rate():
+    with FakeServer(answer(0.0, 0.0, 1)) as server:
+        seed = random.randrange(2**32)
+        load, outcomes, _ = measure(server, num_prompts=20, request_rate=20.0, seed=seed)
+        sent_s = [outcome.sent_s for outcome in outcomes]
+        again = measure(server, num_prompts=20, seed=seed)[1]
+    # Prompts come first from the generator, then the gaps.
+    rng = random.Random(seed)
+    for _ in range(20):
+        rng.choices(WORDS, k=8)
+    due_s = [0.0]
+    for _ in range(19):
+        due_s.append(due_s[-1] + rng.expovariate(load.request_rate))
+    lates_ms = [(s - sent_s[0] - due) * 1e3 for s, due in zip(sent_s, due_s, strict=True)]
+    assert statistics.median(map(abs, lates_ms)) < LATE_MS
+    assert again[-1].sent_s - again[0].sent_s < due_s[-1] + LATE_MS / 1e3
+    prompts = [body["prompt"] for body in server.bodies]
+    assert sorted(prompts[:20]) == sorted(prompts[20:])
+
+
+def test_lengths_like_those_of_chats_vary_and_follow_the_seed():
+    with FakeServer(answer(0.0, 0.0, 1)) as server:
+        for seed in (1, 1, 2):
+            measure(server, num_prompts=8, max_concurrency=1, dataset="sharegpt", seed=seed)
+    asked = [(body["prompt"], body["max_tokens"]) for body in server.bodies]
+    assert asked[:8] == asked[8:16] != asked[16:]
+    assert len({num_output for _, num_output in asked}) > 4
+    assert all(4 <= len(prompt.split()) <= 1024 for prompt, _ in asked)
+
+
+def outcome(ttft_s: float, num_gaps: int, gap_s: float) -> Outcome:
+    times = [10 + ttft_s + gap_s * i for i in range(num_gaps + 1)]
+    made = Outcome(num_asked=num_gaps + 1, sent_s=10.0, piece_times_s=times)
+    made.num_prompt, made.num_output = 3, num_gaps + 1
+    return made
+
+
+def test_goodput_counts_those_that_keep_all_limits():
+    load = Load(base_url="http://x", model="m", num_prompts=4)
+    outcomes = [
+        outcome(0.1, 9, 0.01),
+        outcome(0.3, 9, 0.01),
+        outcome(0.1, 9, 0.03),
+        outcome(0.1, 0, 0.0),
+    ]
+    limits = parse_goodput(["ttft:200", "tpot:20"])
+    result = summarise(load, outcomes, 2.0, goodput=limits)
+    # The second is late, the third slow; one token has no TPOT to be too long.
+    assert result["request_goodput"] == 2 / 2.0
+    assert summarise(load, outcomes, 2.0, goodput={})["request_goodput"] is None
+    assert summarise(load, outcomes, 2.0, goodput={"e2el": 150})["request_goodput"] == 1 / 2.0
+
+
+@pytest.mark.parametrize("text", ["ttft", "ttft:", "ttft:0", "ttft:nan", "itl:5", "ttft:-1", ""])
+def test_odd_goodput_is_refused(text):
+    with pytest.raises(ConfigError, match="goodput: got"):
+        parse_goodput([text])
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64, 65])
+def test_percentiles_are_numpys(size):
+    samples = sorted(random.random() for _ in range(size))
+    for share in (0, 50, 90, 99, 100):
+        # Two roundings of numbers below 1.
+        assert percentile(samples, share) == pytest.approx(np.percentile(samples, share), abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("base_url", "localhost:8000"),
+        ("dataset", "sonnet"),
+        ("num_prompts", 0),
+        ("random_input_len", 0),
+        ("max_concurrency", 0),
+        ("request_rate", 0.0),
+        ("request_rate", math.nan),
+    ],
+)
+def test_odd_loads_are_refused(field, value):
+    with pytest.raises(ConfigError, match=f"{field}: got"):
+        Load(**{"base_url": "http://x", "model": "m", field: value})
+
+
+def test_the_command_prints_and_saves(tmp_path):
+    out = tmp_path / "result.json"
+    args = ["--num-prompts", "3", "--random-input-len", "4", "--random-output-len", "5"]
+    args += ["--goodput", "ttft:60000", "--percentile-metrics", "ttft,itl"]
+    with FakeServer(answer(0.0, 0.001, 4)) as server:
+        args = ["bench", "serve", "--model", "m", "--base-url", server.url + "/v1/", *args]
+        result = CliRunner().invoke(cli.app, [*args, "--save-result", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "Serving Benchmark Result" in result.output
+    assert "P99 ITL (ms)" in result.output
+    assert "TPOT" not in result.output
+    saved = json.loads(out.read_text())
+    assert saved["completed"] == 3
+    assert saved["request_goodput"] == saved["request_throughput"]
+    assert saved["total_output_tokens"] == 15
+    assert {"mean_ttft_ms", "median_ttft_ms", "std_ttft_ms", "p99_ttft_ms"} <= saved.keys()
+
+
+def test_the_command_refuses_and_fails_in_one_line():
+    base = ["bench", "serve", "--model", "m", "--base-url", "http://127.0.0.1:9"]
+    for option, value in (
+        ("--percentile-metrics", "ttft,ttft"),
+        ("--percentile-metrics", "x"),
+        ("--metric-percentiles", "101"),
+        ("--goodput", "x:1"),
+    ):
+        result = CliRunner().invoke(cli.app, [*base, option, value])
+        assert result.exit_code == 2
+        assert option[2:].replace("-", "_") in result.output
+    result = CliRunner().invoke(cli.app, [*base, "--num-prompts", "1"])
+    assert result.exit_code == 1
+    assert "ConnectError" in result.output
