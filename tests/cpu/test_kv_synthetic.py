@@ -28,9 +28,10 @@ def test_without_stripping_a_large_bias_ruins_its_keys(generator):
 
 def test_lloyd_max_with_stripping_at_2_bits(generator):
     head = synthetic_head("qwen2.5", num_tokens=512, generator=generator)
-    # A Gaussian loses 0.1175 (Max, 1960); a norm of its own takes 1 / 128 of that away, and the
-    # mean over 65,536 values moves by less than 0.002.
-    assert key_error(head, "int2", is_stripped=True) == pytest.approx(0.117, abs=0.006)
+    # A Gaussian loses D = 0.1175 (Max, 1960) under the norm of least squares, D / (1 - D) = 0.133
+    # under the one that keeps scores unbiased. A norm and codes of each row's own take some 2 % of
+    # that away, and the mean over 65,536 values moves by less than 0.002.
+    assert key_error(head, "int2", is_stripped=True) == pytest.approx(0.131, abs=0.006)
 
 
 def test_sinks_are_short_rows_that_the_mean_query_points_at(generator):
