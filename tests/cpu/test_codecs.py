@@ -147,7 +147,8 @@ def test_constant_rows(name: str) -> None:
 @pytest.mark.parametrize("size", [1e-9, 1e-20, 1e-38, SMALLEST])
 def test_nearly_zero_rows(name: str, size: float, randn: Randn) -> None:
     """K11: finite, within 1e-7 of what came."""
-    x_ND = torch.cat([torch.full((2, 64), size), randn(2, 64).clamp(-1, 1) * size])
+    noise_ND = randn(2, 64).clamp(-1, 1) * size
+    x_ND = torch.cat([torch.full_like(noise_ND, size), noise_ND])
     decoded_ND = round_trip(x_ND, name)
     assert bool(((decoded_ND - x_ND).abs() <= 1e-7).all())
 
@@ -296,7 +297,8 @@ def test_nibbles_are_a_bijection() -> None:
 )
 def test_error_on_gaussian_rows(name: str, expected: float, randn: Randn) -> None:
     x_ND = randn(2048, 128)
-    rotation_DD = hadamard(128, CPU) if get_codec(name).is_rotated else torch.eye(128)
+    is_rotated = get_codec(name).is_rotated
+    rotation_DD = hadamard(128, x_ND.device) if is_rotated else torch.eye(128).to(x_ND)
     decoded_ND = round_trip(x_ND @ rotation_DD, name) @ rotation_DD
     error = ((decoded_ND - x_ND).square().mean() / x_ND.square().mean()).item()
     print(f"{name}: relative mean square error {error:.5f}, expected {expected}")
@@ -307,7 +309,7 @@ def test_rotation_tames_outlier_channels(randn: Randn) -> None:
     """What int4's rotation is for: five large channels cost less than a third of plain int4."""
     x_ND = randn(512, 128)
     x_ND[:, :5] = 4 * x_ND[:, :5] + 10
-    rotation_DD = hadamard(128, CPU)
+    rotation_DD = hadamard(128, x_ND.device)
     rotated = (round_trip(x_ND @ rotation_DD, "int4") @ rotation_DD - x_ND).square().mean()
     plain = (round_trip(x_ND, "int4") - x_ND).square().mean()
     assert rotated.item() < plain.item() / 3

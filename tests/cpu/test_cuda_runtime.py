@@ -15,9 +15,13 @@ from subten.kernels.cuda.gemv import FORMATS
 KERNELS = [
     (source, f"{kernel}<{weight_format.struct}, {depth}{rest}>")
     for source, kernel, rest in (
-        ("linear.cu", "linear_kernel", ", false"),
-        ("linear.cu", "linear_kernel", ", true"),
-        ("experts.cu", "up_kernel", ""),
+        *(
+            ("linear.cu", "linear_kernel", f", {x_is_bf16}, {is_one}")
+            for x_is_bf16 in ("false", "true")
+            for is_one in ("false", "true")
+        ),
+        ("experts.cu", "up_kernel", ", false"),
+        ("experts.cu", "up_kernel", ", true"),
         ("experts.cu", "down_kernel", ""),
     )
     for weight_format in FORMATS.values()
