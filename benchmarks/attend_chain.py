@@ -44,8 +44,10 @@ CHAIN_PLANS = {
 """Codec to (min_slices, warps, stages); the last one of each leaves 1024 tokens in one block, which
 merges nothing. More than 9 warps turn 8 queries, a key and a value in one round."""
 
-WAYS = ("two", "one", "polls")
-"""`kv_append` and `attend`; `append_attend`; the same, with splits that poll."""
+WAYS = ("two", "one", "polls", "fetches", "both")
+"""`kv_append` and `attend`; `append_attend`; the same, with splits that poll; the last, with the
+output projection's weights fetched into L2 meanwhile; and with those of the next layer's qkv
+fetched by the router."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +92,7 @@ class Step:
         fill(pages_PGB, self.fmt)
         return pages_PGB
 
-    def one_launch(self, plan: DecodePlan) -> Attention:
+    def one_launch(self, plan: DecodePlan, *, fetches_output: bool = False) -> Attention:
         """Attention by `append_attend`."""
 
         def run(layer: Layer, qkv_TN: torch.Tensor) -> torch.Tensor:
@@ -109,6 +111,7 @@ class Step:
                 q_norm_weight_D=q_norm_D,
                 k_norm_weight_D=k_norm_D,
                 eps=1e-6,
+                next_weight=layer.output if fetches_output else None,
                 plan=plan,
             )
             return out_THD.view(len(qkv_TN), -1)
@@ -166,6 +169,7 @@ class Step:
                 min_slices=min_slices,
                 num_warps=num_warps,
                 num_stages=num_stages,
+                polls=chosen.polls,
             )
             for min_slices, num_warps, num_stages in CHAIN_PLANS[self.fmt.codec.name]
         ]
@@ -217,12 +221,19 @@ def step_records(chain: Chain, step: Step, *, num_replays: int) -> Iterator[Reco
     yield {"attention": "none", "us": round(base_us, 3)}
     chosen = step.chosen_plan()
     for plan in step.plans():
+        not_polling, polling = replace(plan, polls=False), replace(plan, polls=True)
         ways = {
-            "two": step.two_launches(plan),
-            "one": step.one_launch(plan),
-            "polls": step.one_launch(replace(plan, polls=True)),
+            "two": step.two_launches(not_polling),
+            "one": step.one_launch(not_polling),
+            "polls": step.one_launch(polling),
+            "fetches": step.one_launch(plan, fetches_output=True),
+            "both": step.one_launch(plan, fetches_output=True),
         }
-        measured = {name: layer_us(attention) for name, attention in ways.items()}
+        measured = {}
+        for name, attention in ways.items():
+            chain.fetches_qkv = name == "both"
+            measured[name] = layer_us(attention)
+        chain.fetches_qkv = False
         for name, (us, x_TD) in measured.items():
             yield {
                 "attention": name,

@@ -111,7 +111,7 @@ class Sizes:
     def table_plan(self, name: str) -> GemvPlan:
         """The plan that the op takes."""
         if name == "down":
-            return plan_down(*self.key(name), self.config.d_model)
+            return plan_down(*self.key(name))
         return plan_gemv(*self.key(name))
 
     def table_plans(self, names: Iterable[str]) -> dict[str, GemvPlan]:

@@ -5,7 +5,7 @@
     grouped_bench.py --mode crossover          4 to 32 tokens: gathered experts against grouped ones
     grouped_bench.py --json FILE               the records, with where they are from
 
-Prints one JSON line a measurement, and at the end the fastest plans as rows of `grouped.SHARES`. A
+Prints one JSON line a measurement, and at the end the fastest plans, for `grouped.SHARES`. A
 measurement is a CUDA graph of launches that go round over enough copies of the weights to pass
 `--cold-mb`; a time is the median of replays, divided by the launches. Bytes are the weights of the
 experts that have tokens, codes and scales, once. `roof_fraction` is of the read-only bandwidth
@@ -39,7 +39,6 @@ from subten.kernels.cuda import experts as cuda_experts
 from subten.kernels.cuda import is_available
 from subten.kernels.cuda.grouped import (
     FORMATS,
-    SHARES,
     GroupedPlan,
     kernel_name,
     launch_combine,
@@ -136,7 +135,8 @@ def plans_of(kernel: str, layers: Layers, num_tokens: int) -> list[GroupedPlan]:
     """The plan that the op takes, then others that fit an SM, for tiles of about the load."""
     config, weight_format = layers.config, layers.weight_format
     num_assignments = num_tokens * config.top_k
-    table = plan_grouped(kernel, num_assignments, config.num_experts, weight_format)
+    dim = config.d_model if kernel == "up" else config.d_ffn
+    table = plan_grouped(dim, num_assignments, config.num_experts, weight_format)
     nearby = {t for t in (1, 2, 4, 6, 8) if table.tiles / 2 <= t <= table.tiles * 2}
     plans = [table]
     for tiles, (warps, depth, blocks) in itertools.product(sorted(nearby), SHARES_TRIED):
@@ -329,9 +329,9 @@ def print_best(records: list[Record]) -> None:
             continue
         seen.add(key)
         plan = GroupedPlan(**r["plan"])
-        row = f'("{r["kernel"]}", "{r["format"]}"): {(plan.warps, plan.depth, plan.blocks)}'
-        now = SHARES[r["kernel"], r["format"]]
-        print(f"# {r['shape']} {r['num_tokens']}: {row}, {plan.tiles} tiles, {r['us']} us ({now})")
+        share = (plan.warps, plan.depth, plan.blocks)
+        mark = " (the op's)" if r["is_table"] else ""
+        print(f"# {' '.join(map(str, key))}: {share}, {plan.tiles} tiles, {r['us']} us{mark}")
 
 
 def main() -> None:

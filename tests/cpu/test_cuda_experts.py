@@ -175,7 +175,7 @@ MODELS = {"qwen3-30b-a3b": (8, 2048, 768, 128), "mixtral-8x7b": (2, 4096, 14336,
 def test_plans_hold_what_kernels_rely_on(model, weight_format):
     top_k, dim, hidden, _ = model
     up = plan_up(top_k, hidden, dim, weight_format)
-    down = plan_down(top_k, hidden, weight_format, dim)
+    down = plan_down(top_k, hidden, weight_format)
     up.check(dim, FORMATS[weight_format])
     down.check(hidden, FORMATS[weight_format])
     assert cuda_experts._up_shared(weight_format, 8, dim, up) <= MAX_SHARED_BYTES

@@ -251,16 +251,15 @@ def test_the_rule_for_other_shapes_keeps_an_sm_busy(monkeypatch, shape, weight_f
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_large_matrices_do_not_start_early(monkeypatch, randn, weight_format):
-    """The bound is on the bytes of codes; a launch does what its plan says, unless told not to."""
-    num_bytes = {"none": 2, "fp8": 1, "int4": 0.5}[weight_format] * 32 * 256
+def test_matrices_named_late_do_not_start_early(monkeypatch, randn, weight_format):
+    """A launch does what its plan says, unless told not to."""
     weight = Weight.of(randn(32, 256).bfloat16(), quantization=weight_format)
-    assert weight.codes.numel() * weight.codes.element_size() == num_bytes
     seen = []
     monkeypatch.setattr(gemv.runtime, "launch", lambda *_, pdl, **__: seen.append(pdl))
     assert plan_gemv(2, 256, weight_format).starts_early, "every launch is early by default"
-    for bound in (num_bytes, num_bytes - 1):
-        monkeypatch.setattr(gemv, "MAX_EARLY_BYTES", bound)
+    for late in (set(), {(2, 256, weight_format)}):
+        monkeypatch.setattr(gemv, "LATE", late)
+        monkeypatch.setattr(gemv, "MEASURED", dict.fromkeys(late, (2, 1, 1, 2)))
         linear(randn(1, 256).bfloat16(), weight)
         linear(randn(1, 256).bfloat16(), weight, pdl=False)
     assert seen == [True, False, False, False]

@@ -23,8 +23,6 @@ from subten.kernels.cuda import grouped as cuda_grouped
 from subten.kernels.cuda import runtime
 from subten.kernels.cuda.grouped import (
     FORMATS,
-    MAX_TILES,
-    SHARES,
     GroupedPlan,
     grouped,
     plan_grouped,
@@ -247,13 +245,14 @@ def test_codes_are_decoded_exactly(weight_format, device):
     assert torch.equal(pairs.view(torch.bfloat16).float(), expected)
 
 
-@pytest.mark.parametrize(("kernel", "weight_format"), SHARES)
-@pytest.mark.parametrize("num_assignments", [9, 256, 4096, 65536])
-def test_plans_fit_an_sm(kernel, weight_format, num_assignments):
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("dim", [768, 4096, 14336])
+@pytest.mark.parametrize("num_assignments", [9, 256, 1024, 4096, 65536])
+def test_plans_fit_an_sm(dim, weight_format, num_assignments):
     """The shared memory of its blocks together; a tile for the mean load, or the largest."""
-    plan = plan_grouped(kernel, num_assignments, 128, weight_format)
+    plan = plan_grouped(dim, num_assignments, 128, weight_format)
     assert plan.shared_bytes(FORMATS[weight_format], 1024) * plan.blocks <= 226 * 1024
-    assert plan.columns >= min(8 * MAX_TILES, num_assignments / 128)
+    assert plan.columns >= min(48, num_assignments / 128)
 
 
 @pytest.mark.parametrize(

@@ -86,13 +86,15 @@ class Decoder(nn.Module):
         # additions (science/bf16_residual.py), and the stream is few bytes.
         x_TD = F.embedding(step.token_id_T, self.embedding_VD).float()
         each = pages_LPGB.layers(step) if isinstance(pages_LPGB, AdaptivePages) else pages_LPGB
-        for layer, pages_PGB in zip(self.layers, each, strict=True):
+        behind = [*(layer.attention.qkv.weight for layer in self.layers[1:]), None]
+        for layer, pages_PGB, next_weight in zip(self.layers, each, behind, strict=True):
             x_TD = layer(
                 x_TD,
                 step,
                 pages_PGB=pages_PGB,
                 cos_sin_PD=self.cos_sin_PD,
                 rotation_DD=self.rotation_DD,
+                next_weight=next_weight,
             )
         if isinstance(pages_LPGB, AdaptivePages):
             pages_LPGB.count_mass(step)

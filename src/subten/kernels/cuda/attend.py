@@ -97,29 +97,29 @@ def plan_decode(
     Three tiers: splits that give every SM one block at batch 1; four splits; none. Within a tier
     the split of a sequence depends on its own length alone, so its result does too.
 
-    Past the first tier three stages of 8 warps let two blocks share an SM. In it a fourth or fifth
-    stage makes long contexts a quarter faster, and keeps a block from sharing an SM with the
-    kernels ahead: with three, whole steps at 1k were slower than at 32k (bf16 pages, mixtral-8x7b:
-    7.79 against 7.66 ms). int4 has so much to compute for a byte that 8 warps, two a scheduler, do
-    not keep up with DRAM (benchmarks/plans/h200-attend-plans.json).
+    Past the first tier three stages of 8 warps let two blocks share an SM. Plans of the first tier
+    are among the fastest within a chain of a layer's kernels at 1k and 32k tokens of both shapes
+    (benchmarks/plans/h200-attend-chain.json): a block has the SM to itself. int4 has so much to
+    compute for a byte that 8 warps, two a scheduler, do not keep up with DRAM. Splits that poll
+    save 1 to 2 us at 1k, and cost up to 1 us at 32k with int4, where they save nothing at 1k.
 
     A single split, which merges nothing, is not the fastest even at 1k: a merge of four costs what
-    their parallel work saves. qwen3-30b-a3b int4 took 7.43 us a layer against 7.31, fp8 9.48
-    against 7.21 (same file).
+    their parallel work saves. Alone, qwen3-30b-a3b int4 took 7.43 us a layer against 7.31, fp8 9.48
+    against 7.21 (benchmarks/plans/h200-attend-plans.json).
     """
     pairs = num_sequences * num_kv_heads
     if pairs > num_sms // 2:
         num_splits = 4 if pairs < 4 * num_sms else 1
         return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=8, num_stages=3)
-    is_int4, is_bf16 = fmt.codec.name == "int4", fmt.codec.name == "bf16"
-    return DecodePlan(
-        # Even: lengths that are powers of two then divide as evenly as they can.
-        num_splits=max(1, min(MAX_SPLITS, num_sms // num_kv_heads // 2 * 2)),
-        # One slice for each scheduler of an SM; two of BF16, which are half the work.
-        min_slices=8 if is_bf16 else 4,
-        num_warps=12 if is_int4 else 8,
-        num_stages=2 if is_int4 else (5 if is_bf16 else 4),
-    )
+    # Even: lengths that are powers of two then divide as evenly as they can.
+    num_splits = max(1, min(MAX_SPLITS, num_sms // num_kv_heads // 2 * 2))
+    if fmt.codec.name != "int4":
+        return DecodePlan(
+            num_splits=num_splits, min_slices=8, num_warps=12, num_stages=3, polls=True
+        )
+    if num_splits > 16:
+        return DecodePlan(num_splits=num_splits, min_slices=16, num_warps=16, num_stages=2)
+    return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=12, num_stages=2)
 
 
 def kernel_name(fmt: KVFormat, head_dim: int, group: int) -> str:

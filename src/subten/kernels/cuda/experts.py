@@ -25,7 +25,6 @@ from subten.kernels.cuda.gemv import (
     kernel_name,
     plan_gemv,
     shared_bytes,
-    starts_early,
     suits_weight,
 )
 from subten.kernels.route import Routing
@@ -54,15 +53,14 @@ MEASURED_DOWN: Mapping[tuple[int, int, str], tuple[int, int]] = {
 """(experts a token, F, format) to the fastest (warps_k, depth), as `gemv.MEASURED`."""
 
 
-def plan_down(top_k: int, hidden: int, weight_format: str, num_rows: int) -> GemvPlan:
+def plan_down(top_k: int, hidden: int, weight_format: str) -> GemvPlan:
     """Plan of down: `warps_n` is the experts of a token, side by side in a block.
 
     As measured, or else as many warps as a block may have, with 2 KiB in flight each.
     """
     widest = max(1, min(MAX_WARPS // top_k, hidden // FORMATS[weight_format].block))
     warps_k, depth = MEASURED_DOWN.get((top_k, hidden, weight_format), (widest, 2))
-    is_early = starts_early(top_k * num_rows, hidden, weight_format)
-    return GemvPlan(warps_k=warps_k, warps_n=top_k, depth=depth, starts_early=is_early)
+    return GemvPlan(warps_k=warps_k, warps_n=top_k, depth=depth)
 
 
 def experts(
@@ -142,7 +140,7 @@ def launch_down(
     """
     num_tokens, top_k = routing.topk_id_TK.shape
     _, dim, hidden = weight.shape
-    plan = plan or plan_down(top_k, hidden, weight.format, dim)
+    plan = plan or plan_down(top_k, hidden, weight.format)
     pdl = pdl and plan.starts_early
     plan.check(hidden, FORMATS[weight.format])
     assert plan.warps_n == top_k and plan.tiles == 1, (plan, top_k)
@@ -207,6 +205,6 @@ def _suits(routing: Routing, gate_up: Weight, down: Weight, residual_TD: torch.T
     up_bytes = _up_shared(
         gate_up.format, num_tokens, dim, plan_up(top_k, hidden, dim, gate_up.format)
     )
-    down_plan = plan_down(top_k, hidden, down.format, dim)
+    down_plan = plan_down(top_k, hidden, down.format)
     down_bytes = _down_shared(down.format, top_k, hidden, down_plan)
     return max(up_bytes, down_bytes) <= MAX_SHARED_BYTES

@@ -118,18 +118,14 @@ experts, within a chain of a layer's kernels, cold L2, on an H200:
 """
 
 
-MAX_EARLY_BYTES = 2**40
-"""Weights of a launch that may start early: more bytes wait for the launch ahead.
+LATE: frozenset[tuple[int, int, str]] = frozenset({(128, 4096, "none"), (128, 4096, "fp8")})
+"""Matrices, as in MEASURED, whose launch waits for the one ahead instead of starting early.
 
-No bound is set yet. A large matrix that starts early takes SMs and bandwidth from what is ahead of
-it: a layer of mixtral-8x7b in FP8 took 120 us with every launch early and 115 with none (H200,
-2026-11-30); smaller ones gain. `benchmarks/gemv_bench.py --chain --early` tells which launches.
+The output projection of qwen3-30b-a3b: its blocks would take SMs from attention. A layer without
+attention took 48.0 us with it early and 45.9 with it late in BF16, 31.1 and 30.2 in FP8; all other
+launches of both shapes gain by starting early (benchmarks/plans/h200-gemv-early.json, by
+`benchmarks/gemv_bench.py --chain --early`).
 """
-
-
-def starts_early(num_rows: int, dim: int, weight_format: str) -> bool:
-    """Whether a launch over `num_rows` rows of `dim` inputs may start early."""
-    return num_rows * (dim // FORMATS[weight_format].block * BLOCK_BYTES) <= MAX_EARLY_BYTES
 
 
 def plan_gemv(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
@@ -140,7 +136,7 @@ def plan_gemv(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
     prepared less often, and short enough blocks for an even end.
     """
     measured = MEASURED.get((num_tiles, dim, weight_format))
-    is_early = starts_early(num_tiles * TILE_ROWS, dim, weight_format)
+    is_early = (num_tiles, dim, weight_format) not in LATE
     if measured is not None:
         warps_k, warps_n, tiles, depth = measured
         return GemvPlan(
@@ -162,7 +158,6 @@ def plan_gemv(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
         warps_n=warps_n,
         tiles=tiles,
         depth=choose_depth(device_format, tiles * num_blocks // warps_k, warps_sm),
-        starts_early=is_early,
     )
 
 
@@ -208,6 +203,13 @@ def kernel_name(kernel: str, weight_format: str, plan: GemvPlan, *flags: bool) -
 def is_one_token(num_tokens: int, dim: int, plan: GemvPlan) -> bool:
     """Whether the threads of a block hold all of x in registers."""
     return num_tokens == 1 and dim // 8 <= KEPT_UNITS * plan.num_threads
+
+
+def next_arguments(weight: Weight | None) -> tuple[torch.Tensor | None, ctypes.c_int64]:
+    """Codes that a kernel brings into L2 for a later one, and their bytes (next_weight.cuh)."""
+    if weight is None or not is_plain(weight.codes) or weight.codes.nbytes % 16 != 0:
+        return None, ctypes.c_int64(0)
+    return weight.codes, ctypes.c_int64(weight.codes.nbytes)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -73,30 +73,48 @@ class GroupedPlan:
 
 
 SHARES: Mapping[tuple[str, str], tuple[int, int, int]] = {
-    ("up", "none"): (8, 2, 2),
-    ("up", "fp8"): (8, 2, 2),
-    ("up", "int4"): (6, 2, 2),
-    ("down", "none"): (8, 2, 2),
-    ("down", "fp8"): (8, 2, 2),
-    ("down", "int4"): (6, 2, 2),
+    ("one tile", "none"): (4, 2, 3),
+    ("one tile", "fp8"): (4, 3, 3),
+    ("one tile", "int4"): (4, 2, 3),
+    ("two tiles", "none"): (8, 2, 2),
+    ("two tiles", "fp8"): (8, 2, 2),
+    ("two tiles", "int4"): (6, 2, 2),
+    ("two tiles, very long rows", "none"): (8, 3, 1),
+    ("two tiles, very long rows", "fp8"): (8, 3, 1),
+    ("two tiles, very long rows", "int4"): (8, 3, 1),
+    ("more", "none"): (4, 2, 3),
+    ("more", "fp8"): (8, 2, 2),
+    ("more", "int4"): (12, 2, 1),
+    ("more, long rows", "none"): (8, 4, 1),
+    ("more, long rows", "fp8"): (12, 2, 1),
+    ("more, long rows", "int4"): (8, 3, 1),
 }
-"""(kernel, format) to (warps, depth, blocks) with 48 tokens a block, 12 or 16 warps an SM and no
-spills to speak of (`nvcc -Xptxas -v`, 13.0). To be measured: `benchmarks/grouped_bench.py`."""
+"""(case, format) to (warps, depth, blocks): about the fastest of eight for 32, 512 and 2048 tokens
+of qwen3-30b-a3b and mixtral-8x7b, whose rows are 768 and 2048, and 4096 and 14336 inputs
+(benchmarks/plans/h200-grouped-plans.json, by `benchmarks/grouped_bench.py`)."""
 
-MAX_TILES = 6
-"""48 tokens: as many as leave an SM 16 warps of 128 registers."""
+LONG_ROW = 4096
+VERY_LONG_ROW = 8192
 
 
 def plan_grouped(
-    kernel: str, num_assignments: int, num_experts: int, weight_format: str
+    dim: int, num_assignments: int, num_experts: int, weight_format: str
 ) -> GroupedPlan:
-    """Plan of "up" or "down" for a mean load: tiles with room for half as much again.
+    """Plan for rows of `dim` inputs and a mean load: tiles with room for half as much again.
 
-    48 tokens hold 99 % of the tiles of 512 tokens of qwen3-30b-a3b, whose load is 32 on average.
+    48 tokens hold 99 % of the tiles of 512 tokens of qwen3-30b-a3b, whose load is 32 on average;
+    long rows gain by 64.
     """
     room = -(-3 * num_assignments // (2 * num_experts))
-    tiles = next((t for t in (1, 2, 4) if 8 * t >= room), MAX_TILES)
-    warps, depth, blocks = SHARES[kernel, weight_format]
+    most = 8 if dim >= LONG_ROW else 6
+    tiles = next((t for t in (1, 2, 4) if 8 * t >= room), most)
+    if tiles == 1:
+        case = "one tile"
+    elif tiles == 2:
+        case = "two tiles, very long rows" if dim >= VERY_LONG_ROW else "two tiles"
+    else:
+        case = "more, long rows" if dim >= LONG_ROW else "more"
+    warps, depth, blocks = SHARES[case, weight_format]
     return GroupedPlan(tiles=tiles, warps=warps, depth=depth, blocks=blocks)
 
 
@@ -127,7 +145,7 @@ def launch_up(
     num_experts, double_hidden, dim = gate_up.shape
     hidden, (num_tokens, top_k) = double_hidden // 2, routing.topk_id_TK.shape
     num_assignments, device = num_tokens * top_k, routing.h_TD.device
-    plan = plan or plan_grouped("up", num_assignments, num_experts, gate_up.format)
+    plan = plan or plan_grouped(dim, num_assignments, num_experts, gate_up.format)
     act_AF = torch.empty(num_assignments, hidden, dtype=torch.bfloat16, device=device)
     runtime.launch(
         "grouped.cu",
@@ -168,7 +186,7 @@ def launch_down(
     """
     num_experts, dim, hidden = down.shape
     num_assignments = act_AF.shape[0]
-    plan = plan or plan_grouped("down", num_assignments, num_experts, down.format)
+    plan = plan or plan_grouped(hidden, num_assignments, num_experts, down.format)
     y_AD = torch.empty(num_assignments, dim, dtype=torch.bfloat16, device=act_AF.device)
     runtime.launch(
         "grouped.cu",
