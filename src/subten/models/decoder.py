@@ -7,6 +7,7 @@ tables), L layers, P pages (positions in `cos_sin_PD`), G key-value heads, B byt
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -86,8 +87,9 @@ class Decoder(nn.Module):
         # additions (science/bf16_residual.py), and the stream is few bytes.
         x_TD = F.embedding(step.token_id_T, self.embedding_VD).float()
         each = pages_LPGB.layers(step) if isinstance(pages_LPGB, AdaptivePages) else pages_LPGB
-        behind = [*(layer.attention.qkv.weight for layer in self.layers[1:]), None]
-        for layer, pages_PGB, next_weight in zip(self.layers, each, behind, strict=True):
+        layers = cast(list[DecoderLayer], list(self.layers))
+        behind = [*(layer.attention.qkv.weight for layer in layers[1:]), None]
+        for layer, pages_PGB, next_weight in zip(layers, each, behind, strict=True):
             x_TD = layer(
                 x_TD,
                 step,
