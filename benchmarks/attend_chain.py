@@ -44,10 +44,8 @@ CHAIN_PLANS = {
 """Codec to (min_slices, warps, stages); the last one of each leaves 1024 tokens in one block, which
 merges nothing. More than 9 warps turn 8 queries, a key and a value in one round."""
 
-WAYS = ("two", "one", "polls", "fetches", "both")
-"""`kv_append` and `attend`; `append_attend`; the same, with splits that poll; the last, with the
-output projection's weights fetched into L2 meanwhile; and with those of the next layer's qkv
-fetched by the router."""
+WAYS = ("two", "one", "polls")
+"""`kv_append` and `attend`; `append_attend`; the same, with splits that poll."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +90,7 @@ class Step:
         fill(pages_PGB, self.fmt)
         return pages_PGB
 
-    def one_launch(self, plan: DecodePlan, *, fetches_output: bool = False) -> Attention:
+    def one_launch(self, plan: DecodePlan) -> Attention:
         """Attention by `append_attend`."""
 
         def run(layer: Layer, qkv_TN: torch.Tensor) -> torch.Tensor:
@@ -111,7 +109,6 @@ class Step:
                 q_norm_weight_D=q_norm_D,
                 k_norm_weight_D=k_norm_D,
                 eps=1e-6,
-                next_weight=layer.output if fetches_output else None,
                 plan=plan,
             )
             return out_THD.view(len(qkv_TN), -1)
@@ -221,19 +218,12 @@ def step_records(chain: Chain, step: Step, *, num_replays: int) -> Iterator[Reco
     yield {"attention": "none", "us": round(base_us, 3)}
     chosen = step.chosen_plan()
     for plan in step.plans():
-        not_polling, polling = replace(plan, polls=False), replace(plan, polls=True)
         ways = {
-            "two": step.two_launches(not_polling),
-            "one": step.one_launch(not_polling),
-            "polls": step.one_launch(polling),
-            "fetches": step.one_launch(plan, fetches_output=True),
-            "both": step.one_launch(plan, fetches_output=True),
+            "two": step.two_launches(replace(plan, polls=False)),
+            "one": step.one_launch(replace(plan, polls=False)),
+            "polls": step.one_launch(replace(plan, polls=True)),
         }
-        measured = {}
-        for name, attention in ways.items():
-            chain.fetches_qkv = name == "both"
-            measured[name] = layer_us(attention)
-        chain.fetches_qkv = False
+        measured = {name: layer_us(attention) for name, attention in ways.items()}
         for name, (us, x_TD) in measured.items():
             yield {
                 "attention": name,

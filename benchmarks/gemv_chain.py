@@ -48,7 +48,6 @@ class Chain:
         config, tokens = sizes.config, sizes.num_tokens
         self.sizes, dim = sizes, config.d_model
         self.attention: Callable[[Layer, torch.Tensor], torch.Tensor] = self._as_if_attended
-        self.fetches_qkv = False
         self.norm_D = torch.ones(dim, dtype=torch.bfloat16, device=DEVICE)
         self.x_TD = torch.randn(tokens, dim, device=DEVICE)
         self.qkv_TN = torch.randn(tokens, sizes.qkv, device=DEVICE).bfloat16()
@@ -102,20 +101,17 @@ class Chain:
             name: replace(plans[name], starts_early=False) for name in late if name in plans
         }
         plans = {**plans, **late_plans}
-        for i, layer in enumerate(self.layers):
-            behind = self.layers[(i + 1) % len(self.layers)]
-            x_TD = self._run_layer(layer, behind, x_TD, plans, pdl, without, late)
+        for layer in self.layers:
+            x_TD = self._run_layer(layer, x_TD, plans, pdl, without, late)
         return x_TD
 
     def warm(self, plans: Plans) -> None:
         """Load the kernels, which a capture does not allow."""
-        layer = self.layers[0]
-        self._run_layer(layer, layer, self.x_TD, plans, pdl=True, without=None)
+        self._run_layer(self.layers[0], self.x_TD, plans, pdl=True, without=None)
 
     def _run_layer(
         self,
         layer: Layer,
-        behind: Layer,
         x_TD: torch.Tensor,
         plans: Plans,
         pdl: bool,
@@ -138,7 +134,6 @@ class Chain:
                 eps=1e-6,
                 top_k=self.sizes.config.top_k,
                 renormalize=True,
-                next_weight=behind.qkv if self.fetches_qkv else None,
                 pdl=pdl and "route" not in late,
             )
         if without == "up":

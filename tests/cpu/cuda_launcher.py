@@ -54,19 +54,6 @@ def emulated_launch(
     assert not failed, f"the emulator does not hold {name}"
 
 
-def count_prefetched(library: ctypes.CDLL, tensor: torch.Tensor) -> torch.Tensor:
-    """How often each 16 bytes were asked for since `forget_prefetched`, and nothing else was."""
-    counts = torch.zeros(tensor.nbytes // 16, dtype=torch.int32)
-    pointers = (ctypes.c_void_p(tensor.data_ptr()), ctypes.c_longlong(tensor.nbytes))
-    assert library.count_prefetched(*pointers, ctypes.c_void_p(counts.data_ptr())) == 0
-    return counts
-
-
-def forget_prefetched(library: ctypes.CDLL) -> None:
-    """Begin to count."""
-    library.count_prefetched(None, ctypes.c_longlong(0), None)
-
-
 def use_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the entries of `subten.kernels.cuda` launch on `device`, or skip the test."""
     if device.type == "cuda":

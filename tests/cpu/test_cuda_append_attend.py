@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from cuda_launcher import count_prefetched, forget_prefetched, refuse_launch, use_kernels
 from cuda_launcher import emulated_launch as emulated_append
+from cuda_launcher import refuse_launch, use_kernels
 from test_attend import POISON, Scene, make_scene, tolerances
 from test_cuda_attend import SMALL, emulated_launch, emulator
 from test_kv_append import make_rope
@@ -45,7 +44,6 @@ from subten.kernels.cuda.attend import (
 from subten.kernels.kv_append import page_planes
 from subten.kernels.norm_rope import norm_rope_torch
 from subten.kernels.step import StepTensors
-from subten.kernels.weight_formats import Weight
 
 Randn = Callable[..., torch.Tensor]
 EPS = 1e-6
@@ -322,29 +320,6 @@ def test_no_copy_waits_for_the_newest_row(randn: Randn, device: torch.device) ->
     case.run(append_attend, case.scene.pages_PGB, plan=SMALL)
     # K and V of one page, of 2 sequences and 2 KV heads.
     assert emulator().num_early_copies() == 2 * 2 * 2
-
-
-@pytest.mark.usefixtures("kernels", "poisoned")
-@pytest.mark.parametrize("lengths", [[3], [700, 0, 65]], ids=str)
-def test_the_next_weight_is_fetched_once(
-    randn: Randn, device: torch.device, lengths: list[int]
-) -> None:
-    """Each 16 bytes of its codes, also by blocks that have no slice; the result is what it was."""
-    case = make_case(randn, "int4", 64, num_kv_heads=2, group=2, lengths=[n or 1 for n in lengths])
-    for i, length in enumerate(lengths):
-        if length == 0:
-            case.step.tile_seq_Q[i] = -1
-            case.step.slot_T[i] = -1
-    weight = Weight.of(randn(48, 6160).bfloat16())
-    run = functools.partial(case.run, append_attend, plan=SMALL)
-    expected_THD = run(case.scene.pages_PGB.clone())
-    if device.type == "cpu":
-        forget_prefetched(emulator())
-    actual_THD = run(case.scene.pages_PGB.clone(), next_weight=weight)
-    is_run = torch.tensor([n > 0 for n in lengths], device=device)
-    assert torch.equal(actual_THD[is_run], expected_THD[is_run])
-    if device.type == "cpu":
-        assert (count_prefetched(emulator(), weight.codes) == 1).all()
 
 
 @pytest.mark.usefixtures("kernels")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cuda_launcher import count_prefetched, emulator, forget_prefetched, refuse_launch, use_kernels
+from cuda_launcher import refuse_launch, use_kernels
 
 from conftest import assert_close
 from subten.kernels.cuda import route as cuda_route
 from subten.kernels.cuda import runtime
 from subten.kernels.cuda.route import keys_of_lane, route
 from subten.kernels.route import route_torch
-from subten.kernels.weight_formats import Weight
 
 EPS = 1e-6
 
@@ -68,22 +67,6 @@ def test_route_of_odd_sizes(randn, num_tokens, renormalize):
 def test_every_width_of_the_selection(randn, num_experts):
     tensors = make(randn, T=2, E=num_experts, D=16)
     check(*tensors, top_k=min(num_experts, 8), renormalize=True)
-
-
-@pytest.mark.parametrize("num_inputs", [32, 16 * 1024, 80 * 1024])
-@pytest.mark.usefixtures("kernels", "poisoned")
-def test_the_next_weight_is_fetched_once(device, randn, num_inputs):
-    """Each 16 bytes of its codes, by the blocks together; the result is what it was."""
-    x_TD, norm_weight_D, gate_ED = make(randn, T=2, E=7, D=136)
-    weight = Weight.of(randn(16, num_inputs).bfloat16(), quantization="fp8")
-    options = {"eps": EPS, "top_k": 3, "renormalize": True}
-    expected = route(x_TD, norm_weight_D, gate_ED, **options)
-    if device.type == "cpu":
-        forget_prefetched(emulator())
-    found = route(x_TD, norm_weight_D, gate_ED, **options, next_weight=weight)
-    assert torch.equal(found.topk_weight_TK, expected.topk_weight_TK)
-    if device.type == "cpu":
-        assert (count_prefetched(emulator(), weight.codes) == 1).all()
 
 
 @pytest.mark.usefixtures("kernels", "poisoned")

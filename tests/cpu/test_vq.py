@@ -41,7 +41,7 @@ def sums(rows_C8: torch.Tensor) -> torch.Tensor:
 def test_search_finds_the_nearest_sum(randn: Randn) -> None:
     """Whole numbers, so that the oracle's distances are exact and ties are ties."""
     rows_C8 = codebook(CPU).float() * 4
-    y_N8 = (randn(300, VECTOR) * 128).round().clamp(-1500, 1500)
+    y_N8 = (randn(300, VECTOR).cpu() * 128).round().clamp(-1500, 1500)
     first_N, second_N = nearest_pair(y_N8, rows_C8)
     distance_NC = (y_N8[:, None] - sums(rows_C8)).square().sum(-1)
     found_N = distance_NC.gather(1, (first_N * SECOND + second_N)[:, None])[:, 0]
@@ -110,7 +110,7 @@ def test_codebook_cannot_be_bettered_by_a_round(maker: Any, randn: Randn) -> Non
     Of 20,000 vectors 74 fall to a first codeword: fitting those wins 1 / 74 of their error, which
     it loses again on others; 4 % bounds what both may come to.
     """
-    x_N8, fresh_N8 = randn(2, 20_000, VECTOR)
+    x_N8, fresh_N8 = randn(2, 20_000, VECTOR).cpu()
     rows_C8 = codebook(CPU).float() / STEPS
 
     def error(rows_C8: torch.Tensor, x_N8: torch.Tensor) -> float:

@@ -12,7 +12,6 @@ from subten.codecs import KVFormat
 from subten.kernels.attend import attend, attend_torch
 from subten.kernels.kv_append import kv_append, kv_append_torch
 from subten.kernels.step import StepTensors
-from subten.kernels.weight_formats import Weight
 
 
 def append_attend(
@@ -29,7 +28,6 @@ def append_attend(
     q_norm_weight_D: torch.Tensor | None = None,
     k_norm_weight_D: torch.Tensor | None = None,
     eps: float = 0.0,
-    next_weight: Weight | None = None,
 ) -> torch.Tensor:
     """`kv_append` of the step's rows, then `attend` of its queries: `out_THD` in q's dtype.
 
@@ -38,9 +36,7 @@ def append_attend(
     -1, which writes nothing. Tokens of a skipped tile (`tile_seq_Q` -1) must have slot -1.
 
     Shapes, dtypes, strides and rounding are those of the two ops; two launches and a merge.
-    `next_weight` says what the next launch reads: a hint for backends that fetch ahead.
     """
-    del next_weight
     turned_THD = kv_append(
         k_TGD,
         v_TGD,
@@ -73,10 +69,8 @@ def append_attend_torch(
     q_norm_weight_D: torch.Tensor | None = None,
     k_norm_weight_D: torch.Tensor | None = None,
     eps: float = 0.0,
-    next_weight: Weight | None = None,
 ) -> torch.Tensor:
     """Twin of `append_attend`, and the CPU backend."""
-    del next_weight
     turned_THD = kv_append_torch(
         k_TGD,
         v_TGD,

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from subten.kernels.route_many import order_by_expert, route_many
 from subten.kernels.route_pick import pick_experts
 from subten.kernels.triton_shim import tl, triton, triton_jit
-from subten.kernels.weight_formats import Weight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +46,6 @@ def route(
     renormalize: bool,
     scaling_factor: float = 1.0,
     with_order: bool = False,
-    next_weight: Weight | None = None,
 ) -> Routing:
     """RMSNorm, router product, softmax over all experts and top-k.
 
@@ -59,10 +57,8 @@ def route(
     `scaling_factor` multiplies them in either case. `with_order` adds the order of the grouped
     `experts` path. A NaN score counts as the lowest, so that the ids of a bad row stay distinct
     and in range. Launches on one device must follow one another (they share counters, which
-    return to zero); the first one, outside of any graph capture, allocates them. `next_weight` says
-    what a later launch reads: a hint for backends that fetch ahead.
+    return to zero); the first one, outside of any graph capture, allocates them.
     """
-    del next_weight
     num_tokens, dim = x_TD.shape
     num_experts = gate_ED.shape[0]
     assert gate_ED.shape == (num_experts, dim), (tuple(gate_ED.shape), dim)
@@ -111,10 +107,8 @@ def route_torch(
     renormalize: bool,
     scaling_factor: float = 1.0,
     with_order: bool = False,
-    next_weight: Weight | None = None,
 ) -> Routing:
     """Twin of `route`."""
-    del next_weight
     h_TD = F.rms_norm(x_TD.float(), norm_weight_D.shape, norm_weight_D.float(), eps)
     score_TE = F.linear(h_TD, gate_ED.float())
     key_TE = score_TE.detach().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)

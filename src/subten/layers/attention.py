@@ -92,7 +92,6 @@ class Attention(nn.Module):
             q_norm_weight_D=self.q_norm_D,
             k_norm_weight_D=self.k_norm_D,
             eps=self.norm_eps,
-            next_weight=self.output.weight,
         )
         out_TN = out_THD.reshape(num_tokens, -1)
         return self.output(out_TN, residual_TN=x_TD)  # type: ignore[no-any-return]

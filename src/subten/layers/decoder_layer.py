@@ -15,7 +15,6 @@ from subten.config import ModelConfig
 from subten.kernels import Ops
 from subten.kernels.adaptive_pages import LayerPages
 from subten.kernels.step import StepTensors
-from subten.kernels.weight_formats import Weight
 from subten.layers.adaptive_attention import AdaptiveAttention
 from subten.layers.attention import Attention
 from subten.layers.linear import WeightSpec
@@ -46,12 +45,8 @@ class DecoderLayer(nn.Module):
         pages_PGB: torch.Tensor | LayerPages,
         cos_sin_PD: torch.Tensor,
         rotation_DD: torch.Tensor | None,
-        next_weight: Weight | None = None,
     ) -> torch.Tensor:
-        """Residual stream x_TD [T, d_model] -> the same after this layer; appends to its pages.
-
-        `next_weight`, which the layer behind reads first, may be fetched meanwhile.
-        """
+        """Residual stream x_TD [T, d_model] -> the same after this layer; appends to its pages."""
         x_TD = self.attention(
             x_TD,
             self.attention_norm_D,
@@ -60,8 +55,4 @@ class DecoderLayer(nn.Module):
             cos_sin_PD=cos_sin_PD,
             rotation_DD=rotation_DD,
         )
-        if isinstance(self.ffn, MoE):
-            return self.ffn(  # type: ignore[no-any-return]
-                x_TD, self.ffn_norm_D, next_weight=next_weight
-            )
         return self.ffn(x_TD, self.ffn_norm_D)  # type: ignore[no-any-return]

@@ -11,7 +11,6 @@ from torch import nn
 from subten.config import ModelConfig
 from subten.kernels import Ops
 from subten.kernels.experts import needs_order
-from subten.kernels.weight_formats import Weight
 from subten.layers.linear import WeightSpec, empty_parameter
 
 
@@ -36,13 +35,8 @@ class MoE(nn.Module):
         self.gate_up_EFD = spec.weight(num_experts, 2 * d_ffn, d_model, name="gate_up of experts")
         self.down_EDF = spec.weight(num_experts, d_model, d_ffn, name="down of experts")
 
-    def forward(
-        self, x_TD: torch.Tensor, norm_weight_D: torch.Tensor, *, next_weight: Weight | None = None
-    ) -> torch.Tensor:
-        """Residual stream x_TD [T, d_model] -> the same, the routed sum added.
-
-        `next_weight`, which the layer behind reads, may be fetched while tokens are routed.
-        """
+    def forward(self, x_TD: torch.Tensor, norm_weight_D: torch.Tensor) -> torch.Tensor:
+        """Residual stream x_TD [T, d_model] -> the same, the routed sum added."""
         routing = self.ops.route(
             x_TD,
             norm_weight_D,
@@ -52,7 +46,6 @@ class MoE(nn.Module):
             renormalize=self.norm_topk_prob,
             scaling_factor=self.routed_scaling_factor,
             with_order=needs_order(x_TD.shape[0]),
-            next_weight=next_weight,
         )
         return self.ops.experts(  # type: ignore[no-any-return]
             routing, self.gate_up_EFD, self.down_EDF, residual_TD=x_TD

@@ -7,7 +7,6 @@ tables), L layers, P pages (positions in `cos_sin_PD`), G key-value heads, B byt
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -87,16 +86,13 @@ class Decoder(nn.Module):
         # additions (science/bf16_residual.py), and the stream is few bytes.
         x_TD = F.embedding(step.token_id_T, self.embedding_VD).float()
         each = pages_LPGB.layers(step) if isinstance(pages_LPGB, AdaptivePages) else pages_LPGB
-        layers = cast(list[DecoderLayer], list(self.layers))
-        behind = [*(layer.attention.qkv.weight for layer in layers[1:]), None]
-        for layer, pages_PGB, next_weight in zip(layers, each, behind, strict=True):
+        for layer, pages_PGB in zip(self.layers, each, strict=True):
             x_TD = layer(
                 x_TD,
                 step,
                 pages_PGB=pages_PGB,
                 cos_sin_PD=self.cos_sin_PD,
                 rotation_DD=self.rotation_DD,
-                next_weight=next_weight,
             )
         if isinstance(pages_LPGB, AdaptivePages):
             pages_LPGB.count_mass(step)

@@ -77,6 +77,11 @@ inline void copy_bulk(void* to, const void* from, int num_bytes, u64* barrier) {
     std::memset(to, 0xff, num_bytes);
 }
 
+inline void prefetch_bulk(const void* from, int num_bytes) {
+    emulation::check(((uintptr_t)from | num_bytes) % 16 == 0 && num_bytes > 0,
+                     "a prefetch is not aligned");
+}
+
 inline void leave_without_waiting() { emulation::has_waited[emulation::current] = true; }
 
 inline void wait_phase(u64* barrier, int parity) {

@@ -141,28 +141,7 @@ T as(const void* from) {
     return value;
 }
 
-// What was asked for since `count_prefetched` was last called.
-struct Prefetch {
-    const u8* from;
-    int num_bytes;
-};
-inline std::vector<Prefetch> prefetched;
-
 }  // namespace emulation
-
-// How often each 16 bytes of an array were asked for; 1 if anything else was, or by halves, else 0.
-extern "C" int count_prefetched(const u8* from, i64 num_bytes, int* counts) {
-    int is_outside = 0;
-    for (const emulation::Prefetch& p : emulation::prefetched) {
-        if (p.from < from || p.from + p.num_bytes > from + num_bytes || p.num_bytes <= 0 ||
-            ((size_t)p.from | p.num_bytes) % 16 != 0)
-            is_outside = 1;
-        else
-            for (int i = 0; i < p.num_bytes / 16; ++i) ++counts[(p.from - from) / 16 + i];
-    }
-    emulation::prefetched.clear();
-    return is_outside;
-}
 
 inline void __syncthreads() { emulation::meet(emulation::block_barrier, emulation::num_live); }
 inline void sync_warp() { emulation::meet_warp(); }
@@ -174,10 +153,6 @@ inline void wait_for_previous_kernels() {
     emulation::has_waited[emulation::current] = true;
 }
 inline void launch_dependents() {}
-
-inline void prefetch_bulk(const void* from, int num_bytes) {
-    emulation::prefetched.push_back({(const u8*)from, num_bytes});
-}
 
 inline uint4 load_stream(const void* at) { return *reinterpret_cast<const uint4*>(at); }
 inline uint4 load_constant16(const void* at) { return *reinterpret_cast<const uint4*>(at); }

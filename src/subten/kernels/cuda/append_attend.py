@@ -16,11 +16,9 @@ from subten.kernels.cuda import attend as cuda_attend
 from subten.kernels.cuda import kv_append as cuda_append
 from subten.kernels.cuda import runtime
 from subten.kernels.cuda.attend import STRUCTS, DecodePlan, decode_launch
-from subten.kernels.cuda.gemv import next_arguments
 from subten.kernels.cuda.kv_append import ENCODERS
 from subten.kernels.kv_append import check_append, check_rotation, rotation_stages
 from subten.kernels.step import StepTensors
-from subten.kernels.weight_formats import Weight
 
 
 def append_attend(
@@ -37,7 +35,6 @@ def append_attend(
     q_norm_weight_D: torch.Tensor | None = None,
     k_norm_weight_D: torch.Tensor | None = None,
     eps: float = 0.0,
-    next_weight: Weight | None = None,
     plan: DecodePlan | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
@@ -49,7 +46,7 @@ def append_attend(
 
     With `pdl` only q, k and v may come from kernels that still run when this one starts: the step's
     integers, `cos_sin_PD`, the norm weights and all rows of pages but each sequence's newest must
-    be in place since before the last launch without it. `next_weight` goes into L2 meanwhile.
+    be in place since before the last launch without it.
     """
     if not suits(q_THD, k_TGD, v_TGD, pages_PGB, fmt, step, (k_norm_weight_D, q_norm_weight_D)):
         turned_THD = cuda_append.kv_append(
@@ -116,7 +113,6 @@ def append_attend(
             float(eps),
             out_THD,
             *launch.last_arguments,
-            *next_arguments(next_weight),
         ),
         device=q_THD.device,
         shared_bytes=launch.shared_bytes,

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(TILES_H == 1 ? 512 : 256, 1)
     const AttendCall call{pages,    page_stride, head_stride, page_table, page_table_stride,
                           position, kv_len,      tile_seq,    tile_start, out,
                           part,     part_stats,  arrived,     scale_log2, group,
-                          num_splits, min_slices, num_stages, {}};
+                          num_splits, min_slices, num_stages};
     GivenQueries<DIM> rows{q, q_stride_t, q_stride_h, q_stride_d};
     attend_block<Codec, DIM, TILES_H, false>(call, rows);
 }

@@ -89,6 +89,10 @@ class DecodePlan:
         return num_bytes if num_bytes <= 31 * 1024 else max(num_bytes, 48 * 1024 + 16)
 
 
+FULL_BLOCKS: Mapping[str, tuple[int, int, int]] = {"bf16": (8, 12, 3), "int4": (4, 12, 2)}
+"""Codec to (min_slices, warps, stages) where a block has an SM to itself; others take (8, 8, 4)."""
+
+
 def plan_decode(
     fmt: KVFormat, *, num_sms: int, num_sequences: int, num_kv_heads: int
 ) -> DecodePlan:
@@ -101,7 +105,7 @@ def plan_decode(
     are among the fastest within a chain of a layer's kernels at 1k and 32k tokens of both shapes
     (benchmarks/plans/h200-attend-chain.json): a block has the SM to itself. int4 has so much to
     compute for a byte that 8 warps, two a scheduler, do not keep up with DRAM. Splits that poll
-    save 1 to 2 us at 1k, and cost up to 1 us at 32k with int4, where they save nothing at 1k.
+    save 0.6 to 2 us at 1k and cost up to 0.5 us at 32k.
 
     A single split, which merges nothing, is not the fastest even at 1k: a merge of four costs what
     their parallel work saves. Alone, qwen3-30b-a3b int4 took 7.43 us a layer against 7.31, fp8 9.48
@@ -113,13 +117,14 @@ def plan_decode(
         return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=8, num_stages=3)
     # Even: lengths that are powers of two then divide as evenly as they can.
     num_splits = max(1, min(MAX_SPLITS, num_sms // num_kv_heads // 2 * 2))
-    if fmt.codec.name != "int4":
-        return DecodePlan(
-            num_splits=num_splits, min_slices=8, num_warps=12, num_stages=3, polls=True
-        )
-    if num_splits > 16:
-        return DecodePlan(num_splits=num_splits, min_slices=16, num_warps=16, num_stages=2)
-    return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=12, num_stages=2)
+    min_slices, num_warps, num_stages = FULL_BLOCKS.get(fmt.codec.name, (8, 8, 4))
+    return DecodePlan(
+        num_splits=num_splits,
+        min_slices=min_slices,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        polls=True,
+    )
 
 
 def kernel_name(fmt: KVFormat, head_dim: int, group: int) -> str:

@@ -7,7 +7,6 @@
 #include "attend_merge.cuh"
 #include "attend_slice.cuh"
 #include "head_row.cuh"
-#include "next_weight.cuh"
 
 #define MAX_WARPS 16
 
@@ -56,7 +55,6 @@ struct AttendCall {
     int* arrived;
     float scale_log2;
     int group, num_splits, min_slices, num_stages;
-    NextWeight next;
 };
 
 // The work of one block. `Rows` gives the token's rows, which the kernel ahead writes: queries
@@ -106,18 +104,12 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     int slices_each = (num_slices + call.num_splits - 1) / call.num_splits;
     slices_each = slices_each < call.min_slices ? call.min_slices : slices_each;
     const int first = split * slices_each, rest = num_slices - first;
-    // What comes next is fetched behind the wait, when the product ahead has read its own weights.
-    auto fetch_next = [&] {
-        const int block = (split * gridDim.y + tile) * gridDim.x + kv_head;
-        call.next.prefetch(block, gridDim.x * gridDim.y * gridDim.z, lane);
-    };
-    if (split > 0 && rest <= 0 && call.next.num_bytes == 0) {
+    if (split > 0 && rest <= 0) {
         leave_without_waiting();
         return;
     }
-    if (seq < 0 || (split > 0 && rest <= 0)) {
+    if (seq < 0) {
         wait_for_previous_kernels();
-        if (warp == 0) fetch_next();
         return;
     }
     const int end = first + (rest < slices_each ? rest : slices_each);
@@ -196,7 +188,6 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
         place_query(none, head);
     }
     wait_for_previous_kernels();
-    if (warp == num_warps - 1) fetch_next();
     if constexpr (!Rows::APPENDS) {
 #pragma unroll 1
         for (; num_put < num_stages; ++num_put) put(ring + num_put * P::STAGE);

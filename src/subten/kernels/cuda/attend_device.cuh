@@ -41,6 +41,12 @@ INLINE void copy_bulk(void* to, const void* from, int num_bytes, u64* barrier) {
         : "memory");
 }
 
+// Starts to bring `num_bytes` into L2; both multiples of 16.
+INLINE void prefetch_bulk(const void* from, int num_bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(num_bytes)
+                 : "memory");
+}
+
 // Of a block that ends without `wait_for_previous_kernels`. Another one of its launch must wait:
 // else the launch may end before those ahead of it, and the next one would not wait for them.
 INLINE void leave_without_waiting() {}

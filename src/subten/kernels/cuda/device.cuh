@@ -42,14 +42,6 @@ INLINE uint4 load_stream(const void* at) {
     return v;
 }
 
-// Starts to bring `num_bytes` into L2; both multiples of 16. Does nothing before Hopper.
-INLINE void prefetch_bulk(const void* from, int num_bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(num_bytes)
-                 : "memory");
-#endif
-}
-
 // Small read-only data that neighbours in time share: scales, norm weights. Kept in L1.
 INLINE uint4 load_constant16(const void* at) {
     uint4 v;

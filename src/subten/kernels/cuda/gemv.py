@@ -205,13 +205,6 @@ def is_one_token(num_tokens: int, dim: int, plan: GemvPlan) -> bool:
     return num_tokens == 1 and dim // 8 <= KEPT_UNITS * plan.num_threads
 
 
-def next_arguments(weight: Weight | None) -> tuple[torch.Tensor | None, ctypes.c_int64]:
-    """Codes that a kernel brings into L2 for a later one, and their bytes (next_weight.cuh)."""
-    if weight is None or not is_plain(weight.codes) or weight.codes.nbytes % 16 != 0:
-        return None, ctypes.c_int64(0)
-    return weight.codes, ctypes.c_int64(weight.codes.nbytes)
-
-
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether 16-byte loads may read the tensor as one run of memory."""
     return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0

@@ -13,7 +13,6 @@
 // and the norm's weights are in registers before the wait: static, and most of the bytes.
 // Bytes: E * D * 4 of gate, once; T * D * itemsize of x a block of threads (from L2).
 #include "gemv.cuh"
-#include "next_weight.cuh"
 
 #define ROUTE_THREADS 256
 #define ROUTE_WARPS (ROUTE_THREADS / WARP)
@@ -104,8 +103,7 @@ __global__ void __launch_bounds__(ROUTE_THREADS, 1)
     route_kernel(const void* x, i64 x_stride_bytes, int x_is_bf16, const u16* norm_weight,
                  const float* gate, float* score, u16* h, int* topk_id,
                  float* topk_weight, int num_tokens, int num_experts, int dim, int top_k,
-                 int renormalize, float eps, float scaling_factor, const u8* next_codes,
-                 i64 next_bytes) {
+                 int renormalize, float eps, float scaling_factor) {
     __shared__ float squares[MAX_COLUMNS][ROUTE_WARPS], products[MAX_COLUMNS][ROUTE_WARPS];
     __shared__ float inverse[MAX_COLUMNS];
     launch_dependents();
@@ -120,7 +118,6 @@ __global__ void __launch_bounds__(ROUTE_THREADS, 1)
         const int u = thread + i * ROUTE_THREADS;
         if (u < units) load_unit(kept_gate[i], kept_weight[i], gate_row, norm_weight, u);
     }
-    if (warp == ROUTE_WARPS - 1) NextWeight{next_codes, next_bytes}.prefetch(expert, num_experts, lane);
     wait_for_previous_kernels();
 
     const u8* x_bytes = reinterpret_cast<const u8*>(x);

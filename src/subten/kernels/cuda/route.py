@@ -12,9 +12,8 @@ import torch
 
 from subten.kernels import route as triton_route
 from subten.kernels.cuda import runtime
-from subten.kernels.cuda.gemv import FLOAT_DTYPES, MAX_TOKENS, has_rows, is_plain, next_arguments
+from subten.kernels.cuda.gemv import FLOAT_DTYPES, MAX_TOKENS, has_rows, is_plain
 from subten.kernels.route import Routing
-from subten.kernels.weight_formats import Weight
 
 NUM_THREADS = 256
 MAX_EXPERTS = 1024
@@ -35,7 +34,6 @@ def route(
     renormalize: bool,
     scaling_factor: float = 1.0,
     with_order: bool = False,
-    next_weight: Weight | None = None,
     pdl: bool = True,
 ) -> Routing:
     """`subten.kernels.route.route` in one CUDA launch, for 1 to 8 tokens without an order.
@@ -44,7 +42,7 @@ def route(
     goes to Triton. With `pdl` (programmatic dependent launch) gate and norm weight are read before
     earlier kernels of the stream have ended. Launches on one device must follow one another: they
     share the scores, which each leaves unset; the first one, outside of any graph capture,
-    allocates them. `next_weight` goes into L2 meanwhile.
+    allocates them.
     """
     if with_order or not _suits(x_TD, norm_weight_D, gate_ED, top_k):
         return triton_route.route(
@@ -86,7 +84,6 @@ def route(
             int(renormalize),
             float(eps),
             float(scaling_factor),
-            *next_arguments(next_weight),
         ),
         device=device,
         pdl=pdl,
