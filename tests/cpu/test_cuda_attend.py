@@ -150,7 +150,7 @@ def test_every_code_and_scale(
         if codec == "fp8":
             code[(code & 0x7F) == 0x7F] = 0x01
         size = torch.rand(num_pages, 1, PAGE_SIZE, generator=generator) * -6
-        scale = size.exp2() / {"fp8": 448, "int8": 128, "int4": 8}[codec]
+        scale = size.exp2() / {"fp8": 448, "int8": 128, "int4": 8, "int2": 10}[codec]
         for codes_at, scale_at in ((fmt.k_codes, fmt.k_scale), (fmt.v_codes, fmt.v_scale)):
             scene.pages_PGB[:, :, codes_at : codes_at + shape[-1]] = code.to(scene.pages_PGB.device)
             stored = scale.bfloat16().view(torch.uint8).to(scene.pages_PGB.device)

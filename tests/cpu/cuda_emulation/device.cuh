@@ -221,6 +221,12 @@ inline int warp_min(int v) {
     return least;
 }
 
+inline int warp_sum(int v) {
+    int sum = 0;
+    exchange(v, [&](int, int other) { sum += other; });
+    return sum;
+}
+
 template <int LANES>
 float sum_over_lanes(float v) {
     for (int mask = LANES / 2; mask > 0; mask /= 2) v += shuffle_xor(v, mask);

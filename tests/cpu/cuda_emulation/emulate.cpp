@@ -52,6 +52,7 @@ const std::map<std::string, Launch> kernels = {
     GEMV(Bf16, 2), GEMV(Bf16, 4), GEMV(Fp8, 2), GEMV(Fp8, 4), GEMV(Int4, 2), GEMV(Int4, 4),
     ROUTE(1),      ROUTE(2),      ROUTE(4),     ROUTE(8),     ROUTE(16),     ROUTE(32),
     APPENDS(Bf16Encoder), APPENDS(Fp8Encoder), APPENDS(IntEncoder<8>), APPENDS(IntEncoder<4>),
+    APPENDS(Int2Encoder),
 };
 
 }  // namespace

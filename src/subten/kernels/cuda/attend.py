@@ -22,7 +22,13 @@ from subten.kernels.cuda import runtime
 from subten.kernels.kv_append import check_rotation, rotation_stages
 from subten.kernels.step import StepTensors
 
-STRUCTS: Mapping[str, str] = {"bf16": "KvBf16", "fp8": "KvFp8", "int8": "KvInt8", "int4": "KvInt4"}
+STRUCTS: Mapping[str, str] = {
+    "bf16": "KvBf16",
+    "fp8": "KvFp8",
+    "int8": "KvInt8",
+    "int4": "KvInt4",
+    "int2": "KvInt2",
+}
 """Codec to its struct in `attend_codecs.cuh`; other codecs go to Triton."""
 
 HEAD_DIMS = (64, 128)
@@ -135,7 +141,7 @@ def kernel_name(fmt: KVFormat, head_dim: int, group: int) -> str:
 def slice_bytes(fmt: KVFormat) -> SliceBytes:
     """Keys of a slice and bytes of a stage: codes, padding between quarters, metadata, barrier."""
     keys = min(PAGE_SIZE, 4096 // fmt.row.codes)
-    padding = 0 if fmt.codec.name == "int4" else 4 * 32
+    padding = 0 if fmt.row.codes < fmt.head_dim else 4 * 32
     barrier_at = -(-(keys * fmt.row.total + padding) // 8) * 8
     return SliceBytes(keys=keys, stage_bytes=-(-(barrier_at + 8) // 16) * 16)
 

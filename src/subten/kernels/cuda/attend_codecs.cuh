@@ -13,15 +13,15 @@
 // row, lies: in step `key_step` of that byte's word, as value `key_slot` of the lane's 4, times
 // `key_factor`, a power of two.
 // Word w of a V row, with the same word of three other keys, gives VALUE_STEPS fragments of 2
-// channels (x in row g, y in row g + 8: next to x, or D / 2 on where Y_IS_FAR) and 4 keys, to be
-// multiplied by VALUE_FACTOR.
+// channels (x in row g, y in row g + 8: next to x, or D / 2 on where Y_IS_FAR) and 4 keys, which are
+// VALUE_OFFSET too large, and then to be multiplied by VALUE_FACTOR.
 
 // A word is 2 channels.
 struct KvBf16 {
     static constexpr int BITS = 16, VALUE_STEPS = 1, HALF_MIDDLE = 0;
     static constexpr bool HAS_SCALE = false, HAS_ZERO = false, IS_ROTATED = false;
     static constexpr bool Y_IS_FAR = false;
-    static constexpr float OFFSET = 0.0f, VALUE_FACTOR = 1.0f;
+    static constexpr float OFFSET = 0.0f, VALUE_FACTOR = 1.0f, VALUE_OFFSET = 0.0f;
 
     static INLINE void key_pairs(u32 (&a)[4], const u32* low, const u32* high, int step) {
         a[0] = low[2 * step];
@@ -30,7 +30,7 @@ struct KvBf16 {
         a[3] = high[2 * step + 1];
     }
     static INLINE int key_byte(int channel, int) { return 2 * channel; }
-    static INLINE int key_step(int, int word) { return word / 2; }
+    static INLINE int key_step(int, int word, int) { return word / 2; }
     static INLINE int key_slot(int channel, int) { return channel % 4; }
     static INLINE float key_factor(int, int) { return 1; }
 
@@ -48,7 +48,7 @@ template <class Bytes>
 struct KvByte {
     static constexpr int BITS = 8, VALUE_STEPS = 2;
     static constexpr bool HAS_SCALE = true, IS_ROTATED = false, Y_IS_FAR = false;
-    static constexpr float OFFSET = 0.0f, VALUE_FACTOR = 1.0f;
+    static constexpr float OFFSET = 0.0f, VALUE_FACTOR = 1.0f, VALUE_OFFSET = 0.0f;
 
     static INLINE void key_pairs(u32 (&a)[4], const u32* low, const u32* high, int step) {
         a[0] = Bytes::even(low[step]);
@@ -57,7 +57,7 @@ struct KvByte {
         a[3] = Bytes::odd(high[step]);
     }
     static INLINE int key_byte(int channel, int) { return channel; }
-    static INLINE int key_step(int, int word) { return word; }
+    static INLINE int key_step(int, int word, int) { return word; }
     static INLINE int key_slot(int channel, int) { return channel % 4 / 2 + channel % 2 * 2; }
     static INLINE float key_factor(int, int) { return 1; }
 
@@ -116,7 +116,7 @@ struct KvInt4 {
     static constexpr int BITS = 4, VALUE_STEPS = 4, HALF_MIDDLE = 4;
     static constexpr bool HAS_SCALE = true, HAS_ZERO = true, IS_ROTATED = true;
     static constexpr bool Y_IS_FAR = true;
-    static constexpr float OFFSET = 136.0f, VALUE_FACTOR = 64.0f;
+    static constexpr float OFFSET = 136.0f, VALUE_FACTOR = 64.0f, VALUE_OFFSET = 0.0f;
 
     static INLINE void key_pairs(u32 (&a)[4], const u32* low, const u32* high, int step) {
         const u32 l = low[step / 2] >> (step % 2 * 8), h = high[step / 2] >> (step % 2 * 8);
@@ -127,7 +127,7 @@ struct KvInt4 {
     }
     static INLINE float key_factor(int channel, int dim) { return channel < dim / 2 ? 1 : 4; }
     static INLINE int key_byte(int channel, int dim) { return channel % (dim / 2); }
-    static INLINE int key_step(int channel, int word) { return 2 * word + channel % 2; }
+    static INLINE int key_step(int channel, int word, int) { return 2 * word + channel % 2; }
     static INLINE int key_slot(int channel, int dim) {
         return channel % 4 / 2 + channel / (dim / 2) * 2;
     }
@@ -154,15 +154,72 @@ struct KvInt4 {
     }
 };
 
+// A word is 16 channels: byte i of a row is channels i, i + D / 4, i + D / 2 and i + 3 D / 4, from
+// the lowest bits up. A code is `is_outer + 2 * is_negative` of levels 3 and 10; with the xor of its
+// bits for the lower one and the upper one flipped it counts them in order, c = 0 to 3. Levels lie
+// 7, 6 and 7 apart: two codes alone in their bf16s, 2^-133 c or up to 2^6 times that, become
+// (182 + 6.625 c) / 256, which rounds to (192 + level) / 256 exactly. The surplus 192 leaves with
+// the sums' first value, of V at each slice's end (`WarpSums::drop_offset`).
+struct KvInt2 {
+    static constexpr int BITS = 2, VALUE_STEPS = 8, HALF_MIDDLE = 0;
+    static constexpr bool HAS_SCALE = true, HAS_ZERO = false, IS_ROTATED = true;
+    static constexpr bool Y_IS_FAR = true;
+    static constexpr float OFFSET = 192.0f, VALUE_FACTOR = 256.0f, VALUE_OFFSET = 0.75f;
+
+    static INLINE u32 ordered(u32 w) { return w ^ (w >> 1 & 0x55555555u); }
+
+    // Codes of quarter `quarter`, in the low bytes of both halves of `w`.
+    static INLINE u32 levels(u32 w, int quarter) {
+        const u32 alone = and_xor(w, 0x00030003u << 2 * quarter, 0x00020002u << 2 * quarter);
+        return multiply_add_bf16x2(alone, 0x7f547f54u - 0x01000100u * quarter, 0x3f363f36u);
+    }
+
+    static INLINE void key_pairs(u32 (&a)[4], const u32* low, const u32* high, int step) {
+        const int shift = step % 4 / 2 * 8, quarter = step % 2 * 2;
+        const u32 l = ordered(low[step / 4]) >> shift, h = ordered(high[step / 4]) >> shift;
+        a[0] = levels(l, quarter);
+        a[1] = levels(h, quarter);
+        a[2] = levels(l, quarter + 1);
+        a[3] = levels(h, quarter + 1);
+    }
+    static INLINE int key_byte(int channel, int dim) { return channel % (dim / 4); }
+    static INLINE int key_step(int channel, int word, int dim) {
+        return 4 * word + channel % 2 * 2 + channel / (dim / 2);
+    }
+    static INLINE int key_slot(int channel, int dim) {
+        return channel % 4 / 2 + channel / (dim / 4) % 2 * 2;
+    }
+    static INLINE float key_factor(int, int) { return 256; }
+
+    // STEPS / 2 bytes of a key, 2 where D is 64.
+    template <int STEPS>
+    static INLINE void value_pairs(u32 (&a)[STEPS][4], const u32 (&ab)[2], const u32 (&cd)[2]) {
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            const int byte = i % (STEPS / 2), quarter = i / (STEPS / 2);
+            const u32 l = ordered(ab[byte / 2]) >> byte % 2 * 8;
+            const u32 h = ordered(cd[byte / 2]) >> byte % 2 * 8;
+            a[i][0] = levels(l, quarter);
+            a[i][1] = levels(l, quarter + 2);
+            a[i][2] = levels(h, quarter);
+            a[i][3] = levels(h, quarter + 2);
+        }
+    }
+    static INLINE int value_channel(int byte, int step, int is_y, int dim) {
+        const int num_bytes = dim / 32;
+        return byte + step % num_bytes + step / num_bytes * (dim / 4) + is_y * (dim / 2);
+    }
+};
+
 // K, or V, of one slice: where it lies in a page, and in a stage of the ring. V codes of 8 and 16
 // bits lie there in quarters 32 bytes apart, so that the four t of a warp read different banks;
-// int4 stays one copy, and rows of neighbouring quarters differ in parity instead.
+// codes of 4 and 2 bits stay one copy, and rows of neighbouring quarters differ in parity instead.
 template <class Codec, int DIM>
 struct Part {
     static constexpr int ROW = DIM * Codec::BITS / 8;
     static constexpr int KEYS = PAGE_KEYS * ROW <= 4096 ? PAGE_KEYS : 4096 / ROW;
     static constexpr int QUARTER = KEYS / 4, TILES = KEYS / 16;
-    static constexpr int PAD = Codec::BITS == 4 ? 0 : 32;
+    static constexpr int PAD = Codec::BITS <= 4 ? 0 : 32;
     static constexpr bool IS_WHOLE = KEYS == PAGE_KEYS && PAD == 0;
 
     static constexpr int PAGE_SCALE = PAGE_KEYS * ROW;
@@ -231,25 +288,28 @@ INLINE void load_words(u32* to, const u8* at) {
         const u64 v = *reinterpret_cast<const u64*>(at);
         to[0] = (u32)v;
         to[1] = (u32)(v >> 32);
-    } else {
+    } else if (BYTES == 4) {
         to[0] = *reinterpret_cast<const u32*>(at);
+    } else {
+        to[0] = *reinterpret_cast<const u16*>(at);
     }
 }
 
 // The words of a row that a lane of LANES reads: units of UNIT bytes, the first at lane * UNIT, the
-// next LANES units on. `byte_of` is where in the row its word w lies.
+// next LANES units on. A unit of 2 bytes is the low half of a word. `byte_of` is where in the row its word w lies.
 template <int ROW, int LANES>
 struct RowShare {
     static constexpr int UNIT = ROW / LANES < 16 ? ROW / LANES : 16;
-    static constexpr int WORDS = ROW / LANES / 4;
+    static constexpr int WORDS = (ROW / LANES + 3) / 4;
 
     static INLINE void load(u32 (&words)[WORDS], const u8* first) {
 #pragma unroll
-        for (int w = 0; w < WORDS; w += UNIT / 4)
+        for (int w = 0; w < WORDS; w += (UNIT + 3) / 4)
             load_words<UNIT>(words + w, first + byte_of(w, 0));
     }
     static INLINE int byte_of(int w, int lane) {
-        return (w / (UNIT / 4) * LANES + lane) * UNIT + w % (UNIT / 4) * 4;
+        constexpr int EACH = (UNIT + 3) / 4;
+        return (w / EACH * LANES + lane) * UNIT + w % EACH * 4;
     }
     static INLINE int word_at(int byte) {
         return byte / UNIT / LANES * (UNIT / 4) + byte % UNIT / 4;

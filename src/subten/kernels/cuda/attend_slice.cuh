@@ -7,6 +7,7 @@
 #include "attend_codecs.cuh"
 
 #define MINUS_INFINITY bits_float(0xff800000u)
+#define BF16_ONES 0x3f803f80u
 
 INLINE void store_vector(float* to, const float (&v)[2]) {
     *reinterpret_cast<float2*>(to) = {v[0], v[1]};
@@ -57,6 +58,7 @@ struct WarpSums {
     using KeyShare = RowShare<P::ROW, 4>;
     using ValueShare = RowShare<P::ROW, 8>;
     static constexpr int HEADS = 8 * TILES_H, STEPS = DIM / 16, TILES = P::TILES;
+    static constexpr int FRAGMENTS = STEPS / ValueShare::WORDS;  // of a word of V
     // A head's row of sums: lane 8 * i + g of 32 holds VALUES neighbouring channels, and rows lie
     // so far apart that `finish` and readers of a row meet no bank twice.
     static constexpr int VALUES = DIM / WARP, SUMS_ROW = DIM + 4;
@@ -76,7 +78,7 @@ struct WarpSums {
     // steps at a time, in 16 bytes.
     static INLINE int q_place(int head, int channel) {
         const int byte = Codec::key_byte(channel, DIM);
-        const int step = Codec::key_step(channel, KeyShare::word_at(byte));
+        const int step = Codec::key_step(channel, KeyShare::word_at(byte), DIM);
         const int lane = head % 8 * 4 + KeyShare::lane_at(byte);
         const int pair = head / 8 * (STEPS / 2) + step / 2;
         return ((pair * WARP + lane) * 2 + step % 2) * 4 + Codec::key_slot(channel, DIM);
@@ -250,6 +252,7 @@ struct WarpSums {
     // O^T += V^T P^T over the values in `stage`. `transpose_8x8` makes the layout of the scores,
     // keys down, that of B, keys across.
     INLINE void add_values(const Scores& p, const u8* stage) {
+        float weights[TILES_H][4] = {};
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
             float scales[2], halves[2];
@@ -283,16 +286,36 @@ struct WarpSums {
                                    high_halves(rows[0][w], rows[1][w])};
                 const u32 cd[2] = {low_halves(rows[2][w], rows[3][w]),
                                    high_halves(rows[2][w], rows[3][w])};
-                u32 a[Codec::VALUE_STEPS][4];
+                u32 a[FRAGMENTS][4];
                 Codec::value_pairs(a, ab, cd);
 #pragma unroll
-                for (int m = 0; m < Codec::VALUE_STEPS; ++m)
+                for (int m = 0; m < FRAGMENTS; ++m)
 #pragma unroll
                     for (int h = 0; h < TILES_H; ++h)
-                        mma(acc[h][w * Codec::VALUE_STEPS + m], a[m][0], a[m][1], a[m][2], a[m][3],
+                        mma(acc[h][w * FRAGMENTS + m], a[m][0], a[m][1], a[m][2], a[m][3],
                             p_pairs[h][0], p_pairs[h][1]);
             }
+            if (Codec::VALUE_OFFSET != 0) {
+#pragma unroll
+                for (int h = 0; h < TILES_H; ++h)
+                    mma(weights[h], BF16_ONES, BF16_ONES, BF16_ONES, BF16_ONES, p_pairs[h][0],
+                        p_pairs[h][1]);
+            }
         }
+        if (Codec::VALUE_OFFSET != 0) drop_offset(weights);
+    }
+
+    // The slice's surplus, its sum of weights for each, leaves before the next one: sums over many
+    // slices would lose what cancels.
+    INLINE void drop_offset(const float (&weights)[TILES_H][4]) {
+#pragma unroll
+        for (int h = 0; h < TILES_H; ++h)
+#pragma unroll
+            for (int m = 0; m < STEPS; ++m)
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    acc[h][m][j] =
+                        multiply_add(-Codec::VALUE_OFFSET, weights[h][j], acc[h][m][j]);
     }
 
     // Value n of a lane's 2 * STEPS channels of a head: fragment and half (x or y), in the order in
@@ -303,8 +326,8 @@ struct WarpSums {
     // Channel of the first value that lane `lane` of 32 holds of a head's row.
     static INLINE int first_channel(int lane) {
         const int n = lane / 8 * VALUES, m = fragment_of(n);
-        const int byte = ValueShare::byte_of(m / Codec::VALUE_STEPS, lane % 8);
-        return Codec::value_channel(byte, m % Codec::VALUE_STEPS, half_of(n), DIM);
+        const int byte = ValueShare::byte_of(m / FRAGMENTS, lane % 8);
+        return Codec::value_channel(byte, m % FRAGMENTS, half_of(n), DIM);
     }
 
     // Writes the sums: a row of each head; max, sum and zero of each head.

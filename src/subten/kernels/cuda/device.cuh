@@ -147,6 +147,7 @@ INLINE int count_bits(u32 v) { return __popc(v); }
 INLINE int lowest_bit(u32 v) { return __ffs(static_cast<int>(v)) - 1; }
 INLINE int warp_max(int v) { return __reduce_max_sync(0xffffffffu, v); }
 INLINE int warp_min(int v) { return __reduce_min_sync(0xffffffffu, v); }
+INLINE int warp_sum(int v) { return __reduce_add_sync(0xffffffffu, v); }
 INLINE void sync_warp() { __syncwarp(); }
 
 // The same order of additions in every lane and every run.

@@ -21,6 +21,7 @@ ENCODERS: Mapping[str, str] = {
     "fp8": "Fp8Encoder",
     "int8": "IntEncoder<8>",
     "int4": "IntEncoder<4>",
+    "int2": "Int2Encoder",
 }
 """Codec to its struct in `kv_encoders.cuh`; other codecs go to Triton."""
 

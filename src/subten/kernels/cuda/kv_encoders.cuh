@@ -65,18 +65,21 @@ INLINE int in_order(int bits) { return bits < 0 ? bits ^ 0x7fffffff : bits; }
 //   8 and 16 bits:  | BYTES of lane 0 | ... | of lane 31 | BYTES of lane 0 | ... | of lane 31 |
 //                     run 0: channels below C              run 1: channels from C on
 //   4 bits:         one run; a byte is a channel below C and, in its high nibble, the one C on
+//   2 bits:         one run, of the lower 16 lanes
 template <int N, int BITS>
 struct EncodedRow {
-    static constexpr int RUNS = BITS == 4 ? 1 : 2, BYTES = BITS == 4 ? N : N * BITS / 8;
-    static constexpr int WORDS = (BYTES + 3) / 4, ROW = RUNS * BYTES * WARP;
+    static constexpr int RUNS = BITS <= 4 ? 1 : 2, BYTES = BITS <= 4 ? N : N * BITS / 8;
+    static constexpr int LANES = BITS == 2 ? WARP / 2 : WARP;
+    static constexpr int WORDS = (BYTES + 3) / 4, ROW = RUNS * BYTES * LANES;
     u32 codes[RUNS][WORDS], scale, zero;
 
     INLINE void store_codes(u8* row, int lane) const {
+        if (lane >= LANES) return;
 #pragma unroll
         for (int run = 0; run < RUNS; ++run)
 #pragma unroll
             for (int w = 0; w < WORDS; ++w)
-                store_bytes<BYTES / WORDS>(row + (run * WARP + lane) * BYTES + 4 * w,
+                store_bytes<BYTES / WORDS>(row + (run * LANES + lane) * BYTES + 4 * w,
                                            codes[run][w]);
     }
 };
@@ -194,6 +197,86 @@ struct IntEncoder {
         row.scale = is_bad ? NAN_HALF : upper_half(scale);
         row.zero = is_bad ? NAN_HALF : upper_half(low);
     }
+};
+
+// Levels 3 and 10 (codecs/lloyd_max.py), its sums those of integers (codecs/fixed_point.py).
+struct Int2Encoder {
+    static constexpr int BITS = 2;
+    static constexpr bool HAS_SCALE = true, HAS_ZERO = false, IS_ROTATED = true;
+
+    template <int N>
+    static INLINE void encode(EncodedRow<N, BITS>& row, const float (&x)[2][N]) {
+        constexpr int DIM = 2 * N * WARP;
+        int most = 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                const int size = float_bits(x[half][j]) & 0x7fffffff;
+                most = size > most ? size : most;
+            }
+        most = warp_max(most);
+        const bool is_bad = most >= INFINITY_BITS;
+        const int most_bits = float_bits(bits_float(most) > LIMIT ? LIMIT : bits_float(most));
+        const int exponent = is_bad || most_bits >> 23 < 27 ? 27 : most_bits >> 23;
+        const float to_whole = bits_float((272 - exponent) << 23);  // 2^(18 - exponent + 127)
+        const float unit = bits_float((exponent - 18) << 23);
+        int size[2][N], total = 0, low = 0, high = 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                const float v = bits_float(float_bits(x[half][j]) & 0x7fffffff);
+                const float limited = is_bad ? 0.0f : v > LIMIT ? LIMIT : v;
+                // The last bit of 1.5 * 2^23 is 1: adding it rounds to an integer.
+                const int s = float_bits(multiply(limited, to_whole) + 12582912.0f) - 0x4b400000;
+                const i64 square = (i64)s * s;  // 2^38 at most, whose sum no int holds
+                size[half][j] = s;
+                total += s;
+                low += (int)(square & 0xfffff);
+                high += (int)(square >> 20);
+            }
+        total = warp_sum(total);
+        const float length = (float)(((i64)warp_sum(high) << 20) + warp_sum(low));
+        float fit = multiply((float)total, (float)(0.18917 / DIM)), product, square;
+        float threshold;
+#pragma unroll
+        for (int round = 0; round < 3; ++round) {
+            threshold = multiply(fit, 6.5f);
+            int outer = 0, count = 0;
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+#pragma unroll
+                for (int j = 0; j < N; ++j)
+                    if ((float)size[half][j] > threshold) {
+                        outer += size[half][j];
+                        ++count;
+                    }
+            product = (float)(3 * total + 7 * warp_sum(outer));
+            square = (float)(9 * DIM + 91 * warp_sum(count));
+            fit = divide(product, square);
+        }
+        const float unbiased = divide(length, product < 1 ? 1.0f : product);
+        const float most_norm = multiply(2.0f, fit);
+        const float norm = multiply(unbiased < most_norm ? unbiased : most_norm, unit);
+        const int bits = float_bits(norm);
+        row.scale = is_bad ? NAN_HALF : (u32)(bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        // Quarters 0 and 2 of a byte lie in a lane below 16, 1 and 3 in the lane 16 on.
+        u32 codes = 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                const u32 is_outer = (float)size[half][j] > threshold;
+                const u32 is_negative = !is_bad && x[half][j] < 0;
+                codes |= (is_outer | is_negative << 1) << (8 * j + 4 * half);
+            }
+        const u32 other = (u32)float_bits(shuffle_xor(bits_float((int)codes), WARP / 2));
+        row.codes[0][0] = codes | other << 2;
+    }
+
+private:
+    static constexpr float LIMIT = 1e38f;
 };
 
 // Where a row's bytes go: the codes of K, or of V, of its page, and the planes after them.
