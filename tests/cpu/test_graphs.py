@@ -12,6 +12,7 @@ from test_decoder import make_decoder
 from subten.cache.pool import PagePool
 from subten.codecs import kv_format
 from subten.core import PAGE_SIZE, Batch, BatchItem, Request, SamplingParams, Sequence
+from subten.engine.expert_load import ExpertLoad
 from subten.engine.graph_inputs import MIN_KV_BUCKET, Step, capture_cuda_graph
 from subten.engine.graphs import DecodeGraphs
 from subten.engine.runner import Model, Runner
@@ -30,7 +31,11 @@ def run_step(step: Step) -> Step:
 
 
 def make_graphs(
-    decoder: Decoder, pool: PagePool, capture: Callable[[Step], Step], max_batch: int = 9
+    decoder: Decoder,
+    pool: PagePool,
+    capture: Callable[[Step], Step],
+    max_batch: int = 9,
+    expert_load: ExpertLoad | None = None,
 ) -> DecodeGraphs:
     return DecodeGraphs(
         decoder,
@@ -40,6 +45,7 @@ def make_graphs(
         max_model_len=MAX_MODEL_LEN,
         device=decoder.device,
         capture=capture,
+        expert_load=expert_load,
     )
 
 

@@ -130,6 +130,30 @@ def test_n_answers_with_one_seed_differ_and_come_again(client):
     assert [c.text for c in client.completions.create(**unseeded).choices] != first
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_n_answers_compute_their_prompt_once(client, server, stream):
+    prompt = "noise" + "".join(random.choices("abcdefgh", k=295))
+    settings = {"model": MODEL, "max_tokens": 6, "seed": 11, "temperature": 1.0}
+    settings |= {"extra_body": {"ignore_eos": True}}
+    before = server.metrics()
+    answer = client.completions.create(**settings, prompt=prompt, n=4, stream=stream)
+    texts = [""] * 4
+    for part in answer if stream else [answer]:
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+    server.until(lambda: server.metrics()["subten:num_requests_running"] == 0)
+    after = server.metrics()
+    name = "subten:iteration_tokens_total_sum"
+    # 300 tokens once, 44 beyond the whole pages of 64 for each of the others, and 5 steps each.
+    assert after[name] - before[name] == 300 + 3 * 44 + 4 * 5
+    alone = [
+        client.completions.create(**settings | {"seed": 11 + i}, prompt=prompt).choices[0].text
+        for i in range(4)
+    ]
+    assert texts == alone
+    assert len(set(texts)) == 4
+
+
 def test_several_prompts_keep_their_order(client):
     answer = client.completions.create(model=MODEL, prompt=["fox", "gene"], n=2, max_tokens=100)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from tiny_llama import vocabulary
 
 from subten.config import EngineConfig
 from subten.core import ConfigError
-from subten.serve import template_process
+from subten.serve import streams, template_process
 from subten.serve.auth import HostList, KeyRing, is_loopback
 from subten.serve.errors import ApiError
 from subten.serve.logprobs import TokenTexts
@@ -348,3 +349,81 @@ def test_the_key_may_come_from_the_environment(monkeypatch):
         env_api_key()
     monkeypatch.delenv("SUBTEN_API_KEY")
     assert env_api_key() == ()
+
+
+class SlowSend:
+    """A client whose connection takes nothing from the `num`-th message on."""
+
+    def __init__(self, num: int) -> None:
+        self._num = num
+        self.messages: list[Any] = []
+
+    async def __call__(self, message: Any) -> None:
+        self.messages.append(message)
+        if len(self.messages) > self._num:
+            await asyncio.sleep(100)
+
+
+@pytest.mark.parametrize("is_stalled", [True, False])
+def test_a_client_that_takes_nothing_is_given_up(monkeypatch, is_stalled):
+    monkeypatch.setattr(streams, "STALL_S", 0.08)
+    closed = []
+
+    async def events() -> AsyncIterator[bytes]:
+        for number in range(10):
+            # Waiting for the engine is no stall, however long.
+            await asyncio.sleep(0.2 if number == 1 else 0.0)
+            yield b"data: %d\n\n" % number
+
+    async def receive() -> Any:
+        await asyncio.sleep(100)
+
+    async def run() -> SlowSend:
+        generation: Any = SimpleNamespace(close=lambda: closed.append(True))
+        stream = streams.EventStream(generation, events())
+        await stream.prepare(SimpleNamespace(receive=receive))  # type: ignore[arg-type]
+        send = SlowSend(5 if is_stalled else 100)
+        await asyncio.wait_for(stream({}, receive, send), 10)
+        task = asyncio.current_task()
+        assert task is not None
+        assert task.cancelling() == 0
+        return send
+
+    send = asyncio.run(run())
+    assert closed
+    # A start, ten events and an end; or the start, four events and the one that was not taken.
+    assert len(send.messages) == (6 if is_stalled else 12)
+
+
+def test_a_stream_that_is_cancelled_from_outside_is_cancelled():
+    async def events() -> AsyncIterator[bytes]:
+        yield b"data: 0\n\n"
+        await asyncio.sleep(100)
+
+    async def receive() -> Any:
+        await asyncio.sleep(100)
+
+    async def run() -> None:
+        generation: Any = SimpleNamespace(close=lambda: None)
+        stream = streams.EventStream(generation, events())
+        await stream.prepare(SimpleNamespace(receive=receive))  # type: ignore[arg-type]
+        task = asyncio.create_task(stream({}, receive, SlowSend(100)))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+
+
+def test_frames_of_a_stream_are_whole_json():
+    head = {"id": "a", "created": 1, "model": 'b"\n'}
+    for has_usage in (False, True):
+        frame = streams.ChoiceFrame(head, has_usage=has_usage)
+        choice = {"index": 0, "text": '"]}\n\n', "finish_reason": None}
+        data = frame.event(choice)
+        assert data.startswith(b"data: ")
+        assert data.endswith(b"\n\n")
+        assert data.count(b"\n") == 2
+        extra = {"usage": None} if has_usage else {}
+        assert json.loads(data[6:]) == head | {"choices": [choice]} | extra

@@ -43,8 +43,22 @@ def step_traffic(
 ) -> StepTraffic:
     """What a step of `batch_size` tokens reads, each over `mean_kv_len` tokens of cache.
 
+    A dense FFN is read whole.
+    """
+    return StepTraffic(
+        weight_bytes=weight_bytes_of_step(
+            model, batch_size=batch_size, experts_per_layer=experts_per_layer
+        ),
+        kv_bytes=batch_size * mean_kv_len * pool.bytes_per_token,
+        experts_per_layer=experts_per_layer,
+    )
+
+
+def weight_bytes_of_step(model: Decoder, *, batch_size: int, experts_per_layer: float) -> float:
+    """Bytes of weights that a step of `batch_size` tokens reads.
+
     Of the experts those that the batch touches, of the embedding a row a token, of everything else
-    (attention, router, norms, head) all. A dense FFN is read whole.
+    (attention, router, norms, head) all.
     """
     total = 0.0
     for name, parameter in model.named_parameters():
@@ -57,8 +71,4 @@ def step_traffic(
             total += num_bytes * experts_per_layer / model.config.num_experts
         else:
             total += num_bytes
-    return StepTraffic(
-        weight_bytes=total,
-        kv_bytes=batch_size * mean_kv_len * pool.bytes_per_token,
-        experts_per_layer=experts_per_layer,
-    )
+    return total

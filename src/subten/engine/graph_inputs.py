@@ -104,6 +104,11 @@ class Event:
         if self._event is not None:
             self._event.synchronize()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the device is past the point that was recorded last."""
+        return self._event is None or self._event.query()
+
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 """Array name to dtype and shape."""

@@ -14,6 +14,7 @@ import torch
 
 from subten.cache.pool import KVPool
 from subten.core import PAGE_SIZE, BatchItem, Sequence
+from subten.engine.expert_load import ExpertLoad
 from subten.engine.graph_inputs import (
     SAMPLING_LAYOUT,
     Event,
@@ -58,6 +59,7 @@ class DecodeGraphs:
         max_model_len: int,
         device: torch.device,
         capture: Callable[[Step], Step] = capture_cuda_graph,
+        expert_load: ExpertLoad | None = None,
     ) -> None:
         assert max_batch >= 1, max_batch
         self.max_batch = max_batch
@@ -67,6 +69,8 @@ class DecodeGraphs:
         self._capture = capture
         self._max_model_len = max_model_len
         self._replays: dict[tuple[int, int], Step] = {}
+        self._expert_load = expert_load
+        self._routed: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._ahead: _Flight | None = None
         rows = _padded_size(max_batch)
         self._inputs = Inputs(
@@ -139,6 +143,8 @@ class DecodeGraphs:
         if feed_T is not None:
             self._inputs.device["token_id_T"][: len(rows)].copy_(feed_T)
         logits_SV, token_S, sampled_S = (tensor[: len(rows)] for tensor in replay())
+        if self._expert_load is not None and self._expert_load.is_due:
+            self._expert_load.take(self._routed[size, bucket], len(rows))
         return _Flight(rows, logits_SV, token_S, sampled_S)
 
     def _step(self, size: int, bucket: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -157,6 +163,9 @@ class DecodeGraphs:
             max_query_len=1,
         )
         logits_SV = self._model(step, self._pool.pages)
+        if self._expert_load is not None:
+            # The last time that this runs is the capture itself, whose tensors each replay fills.
+            self._routed[size, bucket] = self._expert_load.routed()
         return sample_step(logits_SV, self._sample, inputs)
 
     def _fill(self, rows: list[_Row], size: int) -> None:

@@ -26,6 +26,7 @@ from subten.core import (
 )
 from subten.engine.completion import Chunk, Completion, Usage
 from subten.engine.engine import Engine, RequestRecord
+from subten.engine.expert_load import ExpertLoad
 from subten.engine.graphs import SIZE_STEP, DecodeGraphs
 from subten.engine.prefill_graphs import PrefillGraphs
 from subten.engine.prompts import (
@@ -239,12 +240,14 @@ class LLM:
             on_release=_nothing if fidelity is None else fidelity.leave,
             cache_scope=(self.loaded.name, str(self.loaded.dtype), fmt.codec.name),
         )
+        self.expert_load = ExpertLoad.of(self.loaded.model)
         runner = Runner(
             self.loaded.model,
             self.pool,
             sample=self.loaded.model.ops.sample,
             vocab_size=self.model_config.vocab_size,
             device=self.device.torch_device,
+            expert_load=self.expert_load,
             **self._graphs(),
         )
         self.engine = Engine(scheduler, runner, cache_use=self.pool.use)
@@ -284,7 +287,9 @@ class LLM:
             "device": self.device.torch_device,
         }
         return {
-            "graphs": DecodeGraphs(model, self.pool, max_batch=max_batch, **settings),
+            "graphs": DecodeGraphs(
+                model, self.pool, max_batch=max_batch, expert_load=self.expert_load, **settings
+            ),
             "prefill_graphs": PrefillGraphs(model, self.pool, **settings),
         }
 

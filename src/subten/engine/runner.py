@@ -15,6 +15,7 @@ from subten.cache.fidelity import Span
 from subten.cache.pool import KVPool
 from subten.core import Batch, BatchItem, Fault, no_fault
 from subten.device import on_device
+from subten.engine.expert_load import ExpertLoad
 from subten.engine.graphs import DecodeGraphs
 from subten.engine.prefill_graphs import PrefillGraphs
 from subten.engine.sampler import Sampler
@@ -39,11 +40,13 @@ class Runner:
         device: torch.device,
         graphs: DecodeGraphs | None = None,
         prefill_graphs: PrefillGraphs | None = None,
+        expert_load: ExpertLoad | None = None,
         fault: Fault = no_fault,
     ) -> None:
         """`graphs`, if given, serves the sequences that compute a single token.
 
         `prefill_graphs`, if given, serves a sequence that alone computes more of them.
+        `expert_load`, if given, is shown the routing of steps that no graph runs.
         """
         self._model = model
         self._pool = pool
@@ -51,6 +54,7 @@ class Runner:
         self._device = device
         self._graphs = graphs
         self._prefill_graphs = prefill_graphs
+        self._expert_load = expert_load
         self._fault = fault
 
     @torch.inference_mode()
@@ -146,6 +150,8 @@ class Runner:
         )
         if not _reads_prompt(items[0]):
             logits_SV = self._model(step, self._pool.pages)
+            if self._expert_load is not None and self._expert_load.is_due:
+                self._expert_load.take(self._expert_load.routed(), len(step.token_id_T))
             return self._sampler.choose(logits_SV, items)
         row_T = torch.arange(items[0].num_tokens, device=self._device)
         logits_TV = self._model(replace(step, logit_row_S=row_T), self._pool.pages)

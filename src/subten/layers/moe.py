@@ -34,6 +34,7 @@ class MoE(nn.Module):
         )
         self.gate_up_EFD = spec.weight(num_experts, 2 * d_ffn, d_model, name="gate_up of experts")
         self.down_EDF = spec.weight(num_experts, d_model, d_ffn, name="down of experts")
+        self.topk_id_TK: torch.Tensor | None = None
 
     def forward(self, x_TD: torch.Tensor, norm_weight_D: torch.Tensor) -> torch.Tensor:
         """Residual stream x_TD [T, d_model] -> the same, the routed sum added."""
@@ -47,6 +48,8 @@ class MoE(nn.Module):
             scaling_factor=self.routed_scaling_factor,
             with_order=needs_order(x_TD.shape[0]),
         )
+        # For whoever counts loads. Kept, it also stays what it is in a captured graph's memory.
+        self.topk_id_TK = routing.topk_id_TK
         return self.ops.experts(  # type: ignore[no-any-return]
             routing, self.gate_up_EFD, self.down_EDF, residual_TD=x_TD
         )

@@ -21,7 +21,7 @@ from subten.serve.requests import (
     template_tools,
     usage_of,
 )
-from subten.serve.streams import DONE, EventStream, collect, event
+from subten.serve.streams import DONE, ChoiceFrame, EventStream, collect, event
 from subten.serve.strict_json import read_object
 from subten.serve.tool_calls import Found, FoundCall, ToolCallReader
 
@@ -190,16 +190,16 @@ class _Writer:
 async def _events(
     generation: Generation, writer: _Writer, *, has_usage: bool
 ) -> AsyncIterator[bytes]:
-    extra = {"usage": None} if has_usage else {}
+    frame = ChoiceFrame(writer.head, has_usage=has_usage)
     opened: set[int] = set()
     async for piece in generation.pieces():
         choice = writer.chunk(piece)
         data = b""
         if piece.index not in opened:
             opened.add(piece.index)
-            data = event(writer.head | {"choices": [writer.opening(piece.index)]} | extra)
+            data = frame.event(writer.opening(piece.index))
         if choice is not None:
-            data += event(writer.head | {"choices": [choice]} | extra)
+            data += frame.event(choice)
         if data:
             yield data
     if has_usage:

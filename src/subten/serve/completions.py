@@ -20,7 +20,7 @@ from subten.serve.requests import (
     sampling_params,
     usage_of,
 )
-from subten.serve.streams import DONE, EventStream, collect, event
+from subten.serve.streams import DONE, ChoiceFrame, EventStream, collect, event
 from subten.serve.strict_json import read_object
 
 DEFAULT_MAX_TOKENS = 16
@@ -117,10 +117,10 @@ async def create_completion(context: Context, request: Request) -> Response:
 async def _events(
     generation: Generation, writer: _Writer, *, has_usage: bool
 ) -> AsyncIterator[bytes]:
-    extra = {"usage": None} if has_usage else {}
+    frame = ChoiceFrame(writer.head, has_usage=has_usage)
     async for piece in generation.pieces():
         if piece.text or piece.logprobs or piece.finish_reason:
-            yield event(writer.head | {"choices": [writer.choice(piece)]} | extra)
+            yield frame.event(writer.choice(piece))
     if has_usage:
         yield event(writer.head | {"choices": [], "usage": usage_of(generation)})
     yield DONE

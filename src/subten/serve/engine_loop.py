@@ -6,6 +6,8 @@ import logging
 import os
 import threading
 import time
+from dataclasses import asdict
+from typing import Any
 
 from subten.core import PAGE_SIZE, LogitsMask, OverloadError, Request, TokenEvent, UserError
 from subten.engine.engine import RequestRecord
@@ -13,6 +15,7 @@ from subten.engine.llm import LLM
 from subten.serve import ipc
 from subten.serve.channel import Channel, ServerGoneError
 from subten.serve.mask_maker import MaskMaker
+from subten.serve.step_meter import StepMeter
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +30,12 @@ END_GRACE_S = 3.0
 class EngineLoop:
     """Steps an LLM's engine for the requests that come through a channel, until it closes."""
 
-    def __init__(self, channel: Channel, llm: LLM) -> None:
+    def __init__(self, channel: Channel, llm: LLM, roof_bytes_per_s: float | None = None) -> None:
         self._channel = channel
         self._llm = llm
         self._engine = llm.engine
         self._masks = MaskMaker(llm, channel.wake)
+        self._meter = StepMeter(llm, roof_bytes_per_s)
         self._records: dict[str, RequestRecord] = {}
         self._unstarted: dict[str, float] = {}
         self._queue_s: dict[str, float] = {}
@@ -40,7 +44,7 @@ class EngineLoop:
         self._num_prefix_hits = 0
         self._status_due_s = 0.0
         self._cache_due_s = 0.0
-        self._cache: tuple[int, float | None, dict[str, int]] = (0, None, {})
+        self._slow: dict[str, Any] = {}
         self._busy_since_s: float | None = None
         self._has_ended = threading.Event()
 
@@ -56,6 +60,8 @@ class EngineLoop:
     def _serve(self) -> None:
         while True:
             is_idle = not self._engine.has_work
+            if is_idle:
+                self._meter.idle()
             for message in self._channel.receive(BEAT_S if is_idle else 0.0):
                 self._take(message)
             self._take_masks()
@@ -115,6 +121,7 @@ class EngineLoop:
     def _step(self) -> None:
         stats = self._engine.stats
         began_s, num_before = time.perf_counter(), stats.num_computed_tokens
+        num_running = len(self._engine.scheduler.running)
         try:
             events = self._engine.step()
         except Exception:
@@ -128,6 +135,7 @@ class EngineLoop:
         self._note_starts(began_s)
         items = [self._token(event) for event in events]
         num_computed = stats.num_computed_tokens - num_before
+        self._meter.stepped(time.perf_counter(), num_running, num_computed)
         self._channel.send(ipc.Tokens(num_computed=num_computed, items=items))
 
     def _note_starts(self, began_s: float) -> None:
@@ -163,8 +171,7 @@ class EngineLoop:
         scheduler, stats = self._engine.scheduler, self._engine.stats
         if not scheduler.has_work or now_s >= self._cache_due_s:
             self._cache_due_s = now_s + CACHE_S
-            self._cache = self._cache_use()
-        num_bytes, true_bits, pages_by_kind = self._cache
+            self._slow = self._cache_use() | self._speed()
         self._channel.send(
             ipc.Status(
                 num_running=len(scheduler.running),
@@ -172,18 +179,26 @@ class EngineLoop:
                 num_pages_free=scheduler.allocator.num_free,
                 num_pages_cached=scheduler.allocator.num_cached,
                 num_pages_used=scheduler.allocator.num_used,
-                kv_bytes=num_bytes,
-                kv_true_bits=true_bits,
-                kv_pages_by_kind=pages_by_kind,
                 num_preemptions=scheduler.num_preemptions,
                 num_steps=stats.num_steps,
                 num_computed_tokens=stats.num_computed_tokens,
                 num_prefix_queries=self._num_prefix_queries,
                 num_prefix_hits=self._num_prefix_hits,
+                **self._slow,
             )
         )
 
-    def _cache_use(self) -> tuple[int, float | None, dict[str, int]]:
+    def _speed(self) -> dict[str, Any]:
+        """Time and roof fraction of a decode step, and how evenly experts are used."""
+        load = self._meter.load()
+        is_running = bool(self._engine.scheduler.running)
+        return {
+            "step_s": self._meter.step_s if is_running else None,
+            "roof_fraction": self._meter.roof_fraction(load) if is_running else None,
+            "expert_load": None if load is None else ipc.ExpertLoadOut(**asdict(load)),
+        }
+
+    def _cache_use(self) -> dict[str, Any]:
         """Bytes, true bits and pages by kind of what running sequences hold."""
         running = list(self._engine.scheduler.running.values())
         page_ids = list(set().union(*(sequence.page_ids for sequence in running)))
@@ -192,7 +207,11 @@ class EngineLoop:
         num_open = sum(len(s.page_ids) * PAGE_SIZE - s.num_computed for s in running)
         num_tokens = len(page_ids) * PAGE_SIZE - num_open
         true_bits = self._llm.pool.bits(use.num_bytes, max(0, num_tokens))
-        return use.num_bytes, true_bits, dict(use.pages_by_kind)
+        return {
+            "kv_bytes": use.num_bytes,
+            "kv_true_bits": true_bits,
+            "kv_pages_by_kind": dict(use.pages_by_kind),
+        }
 
     def _beat(self) -> None:
         """Tell that the process runs; end it if the server is gone and the loop hangs."""

@@ -13,10 +13,14 @@ import socket
 import sys
 from dataclasses import fields
 
+import torch
+
+from subten.bench.roof import measure_roof
 from subten.config import cache_dir
 from subten.core import UserError
 from subten.device import keep_freed_memory
 from subten.engine.llm import LLM
+from subten.engine.resolve import resolve_device
 from subten.serve import ipc
 from subten.serve.channel import Channel, ServerGoneError
 from subten.serve.engine_loop import BEAT_S, EngineLoop
@@ -27,15 +31,21 @@ from subten.weights.upcycled import demo_model, find_demo_gguf
 
 logger = logging.getLogger(__name__)
 
+ROOF_BYTES = {"cuda": 2**30, "cpu": 2**26}
+"""What is read to measure a memory's bandwidth: beyond any cache, and over in a moment."""
 
-def serve(channel: Channel, llm: LLM) -> None:
-    """Say what was loaded and serve until the server is gone."""
+
+def serve(channel: Channel, llm: LLM, roof_bytes_per_s: float | None = None) -> None:
+    """Say what was loaded and serve until the server is gone.
+
+    `roof_bytes_per_s` is the bandwidth of the device's memory, for metrics.
+    """
     channel.send(ipc.Ready(info=_info(llm), tokenizer=_tokenizer_file(llm.tokenizer)))
     # What is there now stays: collections between steps need not look at it.
     gc.collect()
     gc.freeze()
     try:
-        EngineLoop(channel, llm).run()
+        EngineLoop(channel, llm, roof_bytes_per_s).run()
     except ServerGoneError:
         logger.info("the server is gone")
 
@@ -53,7 +63,9 @@ def main() -> None:
     """Load the model that the first message names, then serve."""
     channel = channel_from_arguments()
     try:
-        llm = _load(first_message(channel))
+        start = first_message(channel)
+        roof_bytes_per_s = _measure_roof(start)
+        llm = _load(start)
     except ServerGoneError:
         return
     except (UserError, OSError, MemoryError, RuntimeError) as error:
@@ -63,7 +75,7 @@ def main() -> None:
         message = str(error) if is_user_error else f"{type(error).__name__}: {error}"
         channel.send(ipc.Failed(message=message, is_user_error=is_user_error))
         sys.exit(2)
-    serve(channel, llm)
+    serve(channel, llm, roof_bytes_per_s)
     # The kernel frees all there is, at once and without a word of the libraries about leaks.
     logging.shutdown()
     os._exit(0)
@@ -75,6 +87,20 @@ def first_message(channel: Channel) -> ipc.Start:
         for message in channel.receive(BEAT_S):
             assert isinstance(message, ipc.Start), type(message)
             return message
+
+
+def _measure_roof(start: ipc.Start) -> float | None:
+    """Bytes a second at which the device reads, while its memory is still empty."""
+    device = resolve_device(start.config).torch_device
+    try:
+        roof = measure_roof(device, num_bytes=ROOF_BYTES[device.type], num_reads=5)
+    except (torch.OutOfMemoryError, MemoryError):
+        logger.warning("the memory's bandwidth could not be measured: too little is free")
+        return None
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    logger.info("memory reads at %.3f TB/s (%s)", roof.tb_s, roof.how)
+    return roof.bytes_per_s
 
 
 def _load(start: ipc.Start) -> LLM:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from subten.core import FinishReason, SamplingParams, TokenLogprobs
+from subten.core import PAGE_SIZE, FinishReason, SamplingParams, TokenLogprobs
 from subten.engine.stop import NoText, TextOutput
 from subten.serve import ipc
 from subten.serve.errors import ApiError
@@ -64,6 +64,7 @@ class _Choice:
         self.first_s: float | None = None
         self.last_s = 0.0
         self.finish: str | None = None
+        self.followers: list[ipc.Submit] = []
 
 
 class Generator:
@@ -76,12 +77,14 @@ class Generator:
         metrics: Metrics,
         *,
         max_live: int,
+        has_prefix_cache: bool = True,
     ) -> None:
         self.supervisor = supervisor
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.is_draining = False
         self._max_live = max_live
+        self._has_prefix_cache = has_prefix_cache
         self._numbers = itertools.count()
 
     def check_ready(self) -> None:
@@ -90,6 +93,12 @@ class Generator:
             raise ApiError(503, "the server is stopping", code="draining")
         if self.supervisor.state is not EngineState.READY:
             raise ApiError(503, "the engine does not serve now", code="engine_not_ready")
+
+    def shares_prefix(self, prompt: Sequence[int], sampling: SamplingParams) -> bool:
+        """Whether further answers to a prompt find whole pages of it once one has computed it."""
+        return (
+            self._has_prefix_cache and len(prompt) > PAGE_SIZE and sampling.prompt_logprobs is None
+        )
 
     def start(self, job: Job) -> Generation:
         """Send a job to the engine; ApiError 429 or 503 where it cannot be taken now."""
@@ -108,7 +117,9 @@ class Generator:
 class Generation:
     """The answers to one request, from their start to the last token; read `pieces` once.
 
-    Whoever does not read to the end calls `close`, which cancels what is left.
+    Whoever does not read to the end calls `close`, which cancels what is left. Of the answers to a
+    prompt of more than a page the first goes ahead. The others follow when its first token shows
+    that the prompt's pages are there, so that the prompt is computed once.
     """
 
     def __init__(self, generator: Generator, job: Job, numbers: Sequence[int]) -> None:
@@ -134,17 +145,19 @@ class Generation:
             output = TextOutput(detokenizer, job.sampling.stop, min_tokens=job.sampling.min_tokens)
             choice = _Choice(index, str(number), len(prompt), output)
             self._choices.append(choice)
-            self._supervisor.submit(
-                ipc.Submit(
-                    request_id=choice.request_id,
-                    token_ids=list(prompt),
-                    sampling=sampling,
-                    seed=(base + index % job.n) % _SEEDS,
-                    tenant=job.tenant,
-                    grammar=job.grammar,
-                ),
-                functools.partial(self._take, choice),
+            request = ipc.Submit(
+                request_id=choice.request_id,
+                token_ids=list(prompt),
+                sampling=sampling,
+                seed=(base + index % job.n) % _SEEDS,
+                tenant=job.tenant,
+                grammar=job.grammar,
             )
+            first = self._choices[index - index % job.n]
+            is_held = choice is not first and generator.shares_prefix(prompt, sampling)
+            if is_held:
+                first.followers.append(request)
+            self._supervisor.submit(request, functools.partial(self._take, choice), is_held=is_held)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -221,6 +234,9 @@ class Generation:
             self._metrics.ttft.observe(now_s - self._began_s)
             self._metrics.queue.observe(event.queue_s)
             self._metrics.prefill.observe(max(0.0, now_s - self._began_s - event.queue_s))
+            for request in choice.followers:
+                self._supervisor.release(request)
+            choice.followers.clear()
         else:
             self._metrics.itl.observe(now_s - choice.last_s)
         choice.last_s = now_s

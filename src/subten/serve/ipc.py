@@ -121,10 +121,21 @@ class Refused(Message, tag="refused"):
     is_overload: bool = False
 
 
+class ExpertLoadOut(Message):
+    """How evenly experts are used, as `engine.expert_load.LoadSummary` has it."""
+
+    by_rank: list[float]
+    max_violation: float
+    worst_violation: float
+    experts_a_step: float
+
+
 class Status(Message, tag="status"):
     """Counts of the engine since its start, and what it holds now.
 
-    What running sequences hold of the KV cache (`kv_*`) is up to a second old.
+    What running sequences hold of the KV cache (`kv_*`) is up to a second old. So are the time of
+    a decode step, the share of the memory's roof that it comes to, and the load of experts: None
+    where they are not known, and the first two while nothing runs.
     """
 
     num_running: int
@@ -140,6 +151,9 @@ class Status(Message, tag="status"):
     num_computed_tokens: int
     num_prefix_queries: int
     num_prefix_hits: int
+    step_s: float | None = None
+    roof_fraction: float | None = None
+    expert_load: ExpertLoadOut | None = None
 
 
 class Beat(Message, tag="beat"):

@@ -148,6 +148,38 @@ class _EngineCollector(Collector):
         yield self._gauge(
             "kv_cache_used_bytes", "KV bytes that running sequences hold.", status.kv_bytes
         )
+        yield self._gauge(
+            "decode_step_seconds", "Time of a decode step; idle: 0.", status.step_s or 0.0
+        )
+        yield self._gauge(
+            "roof_fraction",
+            "Time at the memory's roof for the bytes of a decode step, over its time; idle: 0.",
+            status.roof_fraction or 0.0,
+        )
+        if status.expert_load is not None:
+            yield from self._of_experts(status.expert_load)
+
+    def _of_experts(self, load: ipc.ExpertLoadOut) -> Iterator[Metric]:
+        ranks = GaugeMetricFamily(
+            "subten:expert_load",
+            "Tokens of a layer's most used expert (rank 1), of its second and so on, over an even "
+            "share; mean over layers, steps sampled in the last seconds.",
+            labels=["model_name", "rank"],
+        )
+        for rank, value in enumerate(load.by_rank, start=1):
+            ranks.add_metric([self._model, str(rank)], value)
+        yield ranks
+        violation = GaugeMetricFamily(
+            "subten:expert_max_violation",
+            "MaxVio: largest load of a layer over an even share, minus 1.",
+            labels=["model_name", "layers"],
+        )
+        violation.add_metric([self._model, "mean"], load.max_violation)
+        violation.add_metric([self._model, "worst"], load.worst_violation)
+        yield violation
+        yield self._gauge(
+            "experts_per_step", "Distinct experts of a layer in a step.", load.experts_a_step
+        )
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"subten:{name}", text, labels=["model_name"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from subten.serve.errors import ApiError
 from subten.serve.generation import Generation, Piece
 
 STALL_S = 60.0
-"""A client that takes nothing for so long is given up."""
+"""A client that takes nothing for so long, or a quarter longer, is given up."""
 DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
@@ -25,6 +26,18 @@ def event(value: Any, *, name: str = "") -> bytes:
     """One server-sent event."""
     head = b"event: " + name.encode() + b"\n" if name else b""
     return head + b"data: " + _encode(value) + b"\n\n"
+
+
+class ChoiceFrame:
+    """The events of one stream, which differ in their choice alone: the rest is encoded once."""
+
+    def __init__(self, head: dict[str, Any], *, has_usage: bool) -> None:
+        self._begin = b"data: " + _encode(head)[:-1] + b',"choices":['
+        self._end = b"]" + (b',"usage":null' if has_usage else b"") + b"}\n\n"
+
+    def event(self, choice: dict[str, Any]) -> bytes:
+        """The event of one choice."""
+        return self._begin + _encode(choice) + self._end
 
 
 async def collect(request: Request, generation: Generation) -> list[Piece]:
@@ -67,6 +80,7 @@ class EventStream(Response):
         self._events = events
         self._first = b""
         self._watcher: asyncio.Task[None] | None = None
+        self._stall = _StallWatch(STALL_S)
         self._failed = failed or (lambda error: event(error.body()))
 
     async def prepare(self, request: Request) -> EventStream:
@@ -83,19 +97,28 @@ class EventStream(Response):
         """Send the events; the client's going away cancels the generation."""
         del scope, receive
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        self._stall.begin()
         try:
             await send(start)
-            await _send_body(send, self._first)
+            await self._send(send, self._first)
             try:
                 async for data in self._events:
-                    await _send_body(send, data)
+                    await self._send(send, data)
             except ApiError as error:
-                await _send_body(send, self._failed(error))
+                await self._send(send, self._failed(error))
             await send({"type": "http.response.body", "body": b""})
-        except TimeoutError:
-            pass  # The generation is cancelled below; the connection ends with this request.
+        except asyncio.CancelledError:
+            # The generation is cancelled below; the connection ends with this request.
+            if not self._stall.is_mine():
+                raise
         finally:
+            self._stall.end()
             self._close()
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        self._stall.since_s = time.monotonic()
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+        self._stall.since_s = None
 
     def _close(self) -> None:
         if self._watcher is not None:
@@ -103,9 +126,46 @@ class EventStream(Response):
         self._generation.close()
 
 
-async def _send_body(send: Callable[[Any], Awaitable[None]], data: bytes) -> None:
-    async with asyncio.timeout(STALL_S):
-        await send({"type": "http.response.body", "body": data, "more_body": True})
+class _StallWatch:
+    """Cancels a task that has been sending for `limit_s`, or a quarter longer.
+
+    It looks from time to time: a timer of its own for each token would cost more than the token.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._task: asyncio.Task[Any] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._has_cancelled = False
+        self.since_s: float | None = None
+
+    def begin(self) -> None:
+        """Watch the task that calls this."""
+        self._task = asyncio.current_task()
+        self._look_later()
+
+    def end(self) -> None:
+        """Watch no longer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def is_mine(self) -> bool:
+        """Whether the task was cancelled from here; the cancellation ends with this call."""
+        if self._has_cancelled and self._task is not None:
+            self._task.uncancel()
+        return self._has_cancelled
+
+    def _look_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._limit_s / 4, self._look)
+
+    def _look(self) -> None:
+        assert self._task is not None
+        if self.since_s is not None and time.monotonic() - self.since_s >= self._limit_s:
+            self._has_cancelled = True
+            self._task.cancel()
+        else:
+            self._look_later()
 
 
 async def _close_when_gone(receive: Receive, generation: Generation) -> None:

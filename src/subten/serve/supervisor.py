@@ -134,12 +134,18 @@ class Supervisor:
             self._transport.close()
         await self._reap()
 
-    def submit(self, request: ipc.Submit, sink: Sink) -> None:
-        """Send a request to the engine; only while `state` is READY."""
+    def submit(self, request: ipc.Submit, sink: Sink, *, is_held: bool = False) -> None:
+        """Send a request to the engine, or hold it until `release`; only while `state` is READY."""
         assert self.state is EngineState.READY, self.state
         assert request.request_id not in self._sinks, request.request_id
         self._sinks[request.request_id] = sink
-        self._send(request)
+        if not is_held:
+            self._send(request)
+
+    def release(self, request: ipc.Submit) -> None:
+        """Send a request that was held, if it has not ended since."""
+        if request.request_id in self._sinks:
+            self._send(request)
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         """End requests; their sinks hear nothing more. Those that have ended are left alone."""
