@@ -324,15 +324,7 @@ def main() -> None:
     parser.add_argument("--chain", action="store_true", help="within a layer's chain of kernels")
     parser.add_argument("--weights", choices=FORMATS, default="fp8", help="with --chain")
     parser.add_argument("--json", type=Path, help="with --chain: where the records go")
-    parser.add_argument(
-        "--carveout",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="one split of L1 and shared memory for all kernels, or the driver's",
-    )
     args = parser.parse_args()
-    if not args.carveout:
-        runtime.SHARED_CARVEOUT = None
     if args.chain:
         run_chains(args)
         return

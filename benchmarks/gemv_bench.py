@@ -32,7 +32,7 @@ from gemv_setup import DEVICE, Sizes, compile_all, graph_us, print_tables, rando
 from subten.bench.roof import measure_roof
 from subten.bench.shapes import SHAPES
 from subten.config import ModelConfig
-from subten.kernels.cuda import is_available, runtime
+from subten.kernels.cuda import is_available
 from subten.kernels.cuda.experts import launch_down, launch_up
 from subten.kernels.cuda.gemv import FORMATS, GemvPlan, linear
 from subten.kernels.cuda.route import route
@@ -238,15 +238,7 @@ def main() -> None:
     parser.add_argument(
         "--table", type=Path, nargs="+", help="only print the plan tables of these records"
     )
-    parser.add_argument(
-        "--carveout",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="one split of L1 and shared memory for all kernels, or the driver's",
-    )
     args = parser.parse_args()
-    if not args.carveout:
-        runtime.SHARED_CARVEOUT = None
     if args.early and not args.chain:
         parser.error("--early needs --chain")
     if args.table is not None:

@@ -250,18 +250,16 @@ def test_the_rule_for_other_shapes_keeps_an_sm_busy(monkeypatch, shape, weight_f
         assert min(plan.depth, blocks) * min(16, warps / gemv.NUM_SMS) >= 31
 
 
-@pytest.mark.parametrize("weight_format", FORMATS)
-def test_matrices_named_late_do_not_start_early(monkeypatch, randn, weight_format):
-    """A launch does what its plan says, unless told not to."""
-    weight = Weight.of(randn(32, 256).bfloat16(), quantization=weight_format)
+def test_a_launch_starts_early_if_its_plan_does_so(monkeypatch, randn):
+    weight = Weight.of(randn(32, 256).bfloat16())
+    plan = plan_gemv(2, 256, "none")
+    assert plan.starts_early
     seen = []
     monkeypatch.setattr(gemv.runtime, "launch", lambda *_, pdl, **__: seen.append(pdl))
-    assert plan_gemv(2, 256, weight_format).starts_early, "every launch is early by default"
-    for late in (set(), {(2, 256, weight_format)}):
-        monkeypatch.setattr(gemv, "LATE", late)
-        monkeypatch.setattr(gemv, "MEASURED", dict.fromkeys(late, (2, 1, 1, 2)))
-        linear(randn(1, 256).bfloat16(), weight)
-        linear(randn(1, 256).bfloat16(), weight, pdl=False)
+    for is_early in (True, False):
+        chosen = dataclasses.replace(plan, starts_early=is_early)
+        linear(randn(1, 256).bfloat16(), weight, plan=chosen)
+        linear(randn(1, 256).bfloat16(), weight, plan=chosen, pdl=False)
     assert seen == [True, False, False, False]
 
 

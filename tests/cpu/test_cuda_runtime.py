@@ -123,9 +123,8 @@ def test_arguments_become_the_types_of_the_parameters():
         runtime.pack_argument(2**31)
 
 
-@pytest.mark.parametrize("carveout", [100, 37, None])
-def test_every_kernel_prefers_the_same_split_of_memory(monkeypatch, carveout):
-    """Set when a kernel is loaded; more shared memory than 48 KiB is asked for at a launch."""
+def test_more_shared_memory_is_asked_for_where_it_is_needed(monkeypatch):
+    """Once for each larger number of bytes above 48 KiB."""
     asked = []
 
     class Names:
@@ -154,16 +153,13 @@ def test_every_kernel_prefers_the_same_split_of_memory(monkeypatch, carveout):
         cuFuncSetAttribute=set_attribute,
         cuLaunchKernelEx=answer(),
     )
-    monkeypatch.setattr(runtime, "SHARED_CARVEOUT", carveout)
     monkeypatch.setattr(runtime.importlib, "import_module", lambda _name: driver)
     monkeypatch.setattr(runtime, "on_device", lambda _device: nullcontext())
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=0)
     )
     kernel = runtime.Kernel(b"", "name", torch.device("cuda", 0))
-    name = "CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT"
-    assert asked == ([] if carveout is None else [("function", name, carveout)])
-    asked.clear()
+    assert asked == []
     for num_bytes in (48 * 1024, 60 * 1024, 60 * 1024, 50 * 1024, 61 * 1024):
         kernel((1,), 32, (), shared_bytes=num_bytes)
     name = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"

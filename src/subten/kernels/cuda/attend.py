@@ -96,7 +96,7 @@ class DecodePlan:
 
 
 FULL_BLOCKS: Mapping[str, tuple[int, int, int]] = {"bf16": (8, 12, 3), "int4": (4, 12, 2)}
-"""Codec to (min_slices, warps, stages) where a block has an SM to itself; others take (8, 8, 4)."""
+"""Codec to (min_slices, warps, stages) of blocks that have an SM each; others take (4, 12, 3)."""
 
 
 def plan_decode(
@@ -109,9 +109,9 @@ def plan_decode(
 
     Past the first tier three stages of 8 warps let two blocks share an SM. Plans of the first tier
     are among the fastest within a chain of a layer's kernels at 1k and 32k tokens of both shapes
-    (benchmarks/plans/h200-attend-chain.json): a block has the SM to itself. int4 has so much to
-    compute for a byte that 8 warps, two a scheduler, do not keep up with DRAM. Splits that poll
-    save 0.6 to 2 us at 1k and cost up to 0.5 us at 32k.
+    (benchmarks/plans/h200-attend-chain.json). int4 has so much to compute for a byte that 8 warps,
+    two a scheduler, do not keep up with DRAM. Splits that poll save 1 to 2 us at 1k, and cost up to
+    1 us at 32k; with int4 they save 0.3.
 
     A single split, which merges nothing, is not the fastest even at 1k: a merge of four costs what
     their parallel work saves. Alone, qwen3-30b-a3b int4 took 7.43 us a layer against 7.31, fp8 9.48
@@ -123,13 +123,13 @@ def plan_decode(
         return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=8, num_stages=3)
     # Even: lengths that are powers of two then divide as evenly as they can.
     num_splits = max(1, min(MAX_SPLITS, num_sms // num_kv_heads // 2 * 2))
-    min_slices, num_warps, num_stages = FULL_BLOCKS.get(fmt.codec.name, (8, 8, 4))
+    min_slices, num_warps, num_stages = FULL_BLOCKS.get(fmt.codec.name, (4, 12, 3))
     return DecodePlan(
         num_splits=num_splits,
         min_slices=min_slices,
         num_warps=num_warps,
         num_stages=num_stages,
-        polls=True,
+        polls=fmt.codec.name != "int4",
     )
 
 

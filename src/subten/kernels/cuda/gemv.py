@@ -118,16 +118,6 @@ experts, within a chain of a layer's kernels, cold L2, on an H200:
 """
 
 
-LATE: frozenset[tuple[int, int, str]] = frozenset({(128, 4096, "none"), (128, 4096, "fp8")})
-"""Matrices, as in MEASURED, whose launch waits for the one ahead instead of starting early.
-
-The output projection of qwen3-30b-a3b: its blocks would take SMs from attention. A layer without
-attention took 48.0 us with it early and 45.9 with it late in BF16, 31.1 and 30.2 in FP8; all other
-launches of both shapes gain by starting early (benchmarks/plans/h200-gemv-early.json, by
-`benchmarks/gemv_bench.py --chain --early`).
-"""
-
-
 def plan_gemv(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
     """Plan of a matrix of `num_tiles` tiles of 16 rows: as measured, or else by a rule.
 
@@ -136,12 +126,9 @@ def plan_gemv(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
     prepared less often, and short enough blocks for an even end.
     """
     measured = MEASURED.get((num_tiles, dim, weight_format))
-    is_early = (num_tiles, dim, weight_format) not in LATE
     if measured is not None:
         warps_k, warps_n, tiles, depth = measured
-        return GemvPlan(
-            warps_k=warps_k, warps_n=warps_n, tiles=tiles, depth=depth, starts_early=is_early
-        )
+        return GemvPlan(warps_k=warps_k, warps_n=warps_n, tiles=tiles, depth=depth)
     device_format = FORMATS[weight_format]
     num_blocks = dim // device_format.block
     is_large = num_tiles >= 16 * NUM_SMS

@@ -29,15 +29,6 @@ logger = logging.getLogger(__name__)
 OPTIONS = ("--std=c++17",)
 """Options of every compilation beside the architecture; the cache is keyed by them too."""
 
-SHARED_CARVEOUT: int | None = 100
-"""Percent of an SM's memory that every kernel prefers as shared memory; None: the driver's choice.
-
-An SM changes the split between L1 and shared memory only while it is idle. Left to the driver,
-which looks at each kernel alone, a kernel that starts early may find another split, and wait until
-the SM's blocks of the kernel ahead have ended. With one split for all, none waits for that. Read
-when a kernel is loaded: benchmarks set it before their first launch.
-"""
-
 Argument = torch.Tensor | int | float | ctypes.c_int64 | None
 """A kernel's argument: pointer (None is null), 32-bit integer, 32-bit float, 64-bit integer."""
 
@@ -110,8 +101,6 @@ class Kernel:
         got = self._driver.cuModuleGetFunction(self._module, symbol.encode())
         self._function = self._value(got, f"cuModuleGetFunction of {symbol}")
         self._shared_limit = 48 * 1024
-        if SHARED_CARVEOUT is not None:
-            self._set_attribute("PREFERRED_SHARED_MEMORY_CARVEOUT", SHARED_CARVEOUT)
         attribute = self._driver.CUlaunchAttribute()
         ids = self._driver.CUlaunchAttributeID
         attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
