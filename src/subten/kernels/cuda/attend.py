@@ -106,8 +106,9 @@ def plan_decode(
     Past the first tier three stages of 8 warps let two blocks share an SM. Plans of the first tier
     are among the fastest within a chain of a layer's kernels at 1k and 32k tokens of both shapes
     (benchmarks/plans/h200-attend-chain.json): a block has the SM to itself. int4 has so much to
-    compute for a byte that 8 warps, two a scheduler, do not keep up with DRAM. Splits that poll
-    save 1 to 2 us at 1k, and cost up to 1 us at 32k with int4, where they save nothing at 1k.
+    compute for a byte that 8 warps, two a scheduler, do not keep up with DRAM; int2, not yet timed,
+    computes as much for half the bytes, and has all the warps that fit. Splits that poll save 1 to
+    2 us at 1k, and cost up to 1 us at 32k with int4, where they save nothing at 1k.
 
     A single split, which merges nothing, is not the fastest even at 1k: a merge of four costs what
     their parallel work saves. Alone, qwen3-30b-a3b int4 took 7.43 us a layer against 7.31, fp8 9.48
@@ -119,6 +120,8 @@ def plan_decode(
         return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=8, num_stages=3)
     # Even: lengths that are powers of two then divide as evenly as they can.
     num_splits = max(1, min(MAX_SPLITS, num_sms // num_kv_heads // 2 * 2))
+    if fmt.codec.name == "int2":
+        return DecodePlan(num_splits=num_splits, min_slices=16, num_warps=16, num_stages=3)
     if fmt.codec.name != "int4":
         return DecodePlan(
             num_splits=num_splits, min_slices=8, num_warps=12, num_stages=3, polls=True

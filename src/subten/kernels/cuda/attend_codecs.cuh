@@ -166,7 +166,7 @@ struct KvInt2 {
     static constexpr bool Y_IS_FAR = true;
     static constexpr float OFFSET = 192.0f, VALUE_FACTOR = 256.0f, VALUE_OFFSET = 0.75f;
 
-    static INLINE u32 ordered(u32 w) { return w ^ (w >> 1 & 0x55555555u); }
+    static INLINE u32 ordered(u32 w) { return and_xor(w >> 1, 0x55555555u, w); }
 
     // Codes of quarter `quarter`, in the low bytes of both halves of `w`.
     static INLINE u32 levels(u32 w, int quarter) {
