@@ -86,6 +86,20 @@ INLINE u32 and_xor(u32 w, u32 mask, u32 bits) {
     return out;
 }
 
+// Byte i is the byte of `table` that the i-th lowest nibble of `nibbles`, at most 3, names.
+INLINE u32 bytes_of_nibbles(u32 table, u32 nibbles) { return __byte_perm(table, 0, nibbles); }
+
+// D (16 x 8) += A (16 x 32) * B (32 x 8), signed bytes into int32. Lane = 4 * g + t holds of
+//   A: a0 = row g, k 4t to 4t+3;  a1 = row g+8, same k;  a2, a3 = the same rows, k + 16
+//   B: b0 = k 4t to 4t+3 of column g;  b1 = k + 16
+//   D: as `mma`
+INLINE void mma_bytes(int (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 INLINE u32 add_bf16x2(u32 a, u32 b) {
     u32 sum;
     asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
