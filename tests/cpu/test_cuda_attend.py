@@ -200,6 +200,21 @@ def test_a_sequence_is_its_own(randn: Randn, codec: str) -> None:
 
 
 @pytest.mark.usefixtures("kernels", "poisoned")
+@pytest.mark.parametrize("codec", STRUCTS)
+def test_queries_of_every_size(randn: Randn, codec: str) -> None:
+    """A NaN shows in its head alone; zeros, tiny and large values are what they are."""
+    scene = make_scene(randn, codec, 64, num_kv_heads=1, lengths=[70])
+    q_THD = randn(1, 5, 64, dtype=torch.bfloat16)
+    q_THD[0, 1] = 0
+    q_THD[0, 2] *= 2.0**-120
+    q_THD[0, 3, 1:] *= 2.0**-12
+    check(scene, q_THD, plan=SMALL)
+    q_THD[0, 4, 7] = float("nan")
+    out_THD = on_cuda(scene, q_THD, scene.step([1]), plan=SMALL)
+    assert out_THD[0, 4].isnan().all() and out_THD[0, :4].isfinite().all()
+
+
+@pytest.mark.usefixtures("kernels", "poisoned")
 @pytest.mark.parametrize(
     "plan", [SMALL, DecodePlan(num_splits=64, min_slices=1, num_warps=1)], ids=["small", "64"]
 )

@@ -173,9 +173,8 @@ struct KvInt2 {
     // A fragments of `mma_bytes` number `step`: quarters 0 and 2 of a word's codes, or 1 and 3.
     static INLINE void key_bytes(u32 (&a)[4], const u32* low, const u32* high, int step) {
         const int shift = step % 2 * 2;
-        // Through `and_or`, or the compiler masks what is shifted by 16 anew.
-        const u32 l = and_or(low[step / 2] >> shift, 0x33333333u, 0);
-        const u32 h = and_or(high[step / 2] >> shift, 0x33333333u, 0);
+        const u32 l = low[step / 2] >> shift & 0x33333333u;
+        const u32 h = high[step / 2] >> shift & 0x33333333u;
         a[0] = bytes_of_nibbles(LEVELS, l);
         a[1] = bytes_of_nibbles(LEVELS, h);
         a[2] = bytes_of_nibbles(LEVELS, l >> 16);

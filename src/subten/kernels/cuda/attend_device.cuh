@@ -71,7 +71,9 @@ INLINE u32 high_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
 // Of words of two bf16, the float of the low one or of the high one, as `selector` says.
 INLINE u32 half_selector(bool is_high) { return is_high ? 0x3244u : 0x1044u; }
 INLINE float select_half(u32 w, u32 selector) {
-    return __uint_as_float(__byte_perm(w, 0, selector));
+    u32 bits;  // not __byte_perm, which masks a selector first
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(bits) : "r"(w), "r"(selector));
+    return __uint_as_float(bits);
 }
 
 // (w & mask) | bits and (w & mask) ^ bits as one instruction, which the compiler makes two.
@@ -86,8 +88,13 @@ INLINE u32 and_xor(u32 w, u32 mask, u32 bits) {
     return out;
 }
 
-// Byte i is the byte of `table` that the i-th lowest nibble of `nibbles`, at most 3, names.
-INLINE u32 bytes_of_nibbles(u32 table, u32 nibbles) { return __byte_perm(table, 0, nibbles); }
+// Byte i is the byte of `table` that the i-th lowest nibble of `nibbles`, at most 3, names. Not
+// __byte_perm, which masks a selector first.
+INLINE u32 bytes_of_nibbles(u32 table, u32 nibbles) {
+    u32 bytes;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(bytes) : "r"(table), "r"(nibbles));
+    return bytes;
+}
 
 // D (16 x 8) += A (16 x 32) * B (32 x 8), signed bytes into int32. Lane = 4 * g + t holds of
 //   A: a0 = row g, k 4t to 4t+3;  a1 = row g+8, same k;  a2, a3 = the same rows, k + 16
