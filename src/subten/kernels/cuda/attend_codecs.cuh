@@ -13,8 +13,8 @@
 // row, lies: in step `key_step` of that byte's word, as value `key_slot` of the lane's 4, times
 // `key_factor`, a power of two.
 // Word w of a V row, with the same word of three other keys, gives VALUE_STEPS fragments of 2
-// channels (x in row g, y in row g + 8: next to x, or D / 2 on where Y_IS_FAR) and 4 keys, which are
-// VALUE_OFFSET too large, and then to be multiplied by VALUE_FACTOR.
+// channels (x in row g, y in row g + 8: next to x, or D / 2 on where Y_IS_FAR) and 4 keys. They are
+// VALUE_OFFSET too large, and VALUE_FACTOR times too small after that.
 
 // A word is 2 channels.
 struct KvBf16 {
@@ -306,7 +306,8 @@ INLINE void load_words(u32* to, const u8* at) {
 }
 
 // The words of a row that a lane of LANES reads: units of UNIT bytes, the first at lane * UNIT, the
-// next LANES units on. A unit of 2 bytes is the low half of a word. `byte_of` is where in the row its word w lies.
+// next LANES units on; of 2 bytes, it is the low half of a word. `byte_of` is where in the row its
+// word w lies.
 template <int ROW, int LANES>
 struct RowShare {
     static constexpr int UNIT = ROW / LANES < 16 ? ROW / LANES : 16;
