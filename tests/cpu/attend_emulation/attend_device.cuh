@@ -30,6 +30,7 @@ struct Arrivals {
 };
 
 inline std::map<const void*, Arrivals> arrivals;
+constexpr u64 BARRIER = 0x5bea12e4c0de5a11;  // what a barrier's memory holds until it ends
 
 // Bytes that the kernel ahead still writes: no copy may start before the wait, and how many did.
 struct Late {
@@ -50,6 +51,18 @@ inline void check(bool holds, const char* what) {
 inline void init_barrier(u64* barrier) {
     emulation::check((uintptr_t)barrier % 8 == 0, "a barrier is not aligned");
     emulation::arrivals[barrier] = {};
+    *barrier = emulation::BARRIER;
+    emulation::at_block_end = [] {
+        for (const auto& entry : emulation::arrivals)
+            emulation::check(*static_cast<const u64*>(entry.first) == emulation::BARRIER,
+                             "a barrier is overwritten that has not ended");
+        emulation::arrivals.clear();
+    };
+}
+inline void end_barrier(u64* barrier) {
+    emulation::check(emulation::arrivals.at(barrier).copies.empty(), "a copy is under way");
+    emulation::check(*barrier == emulation::BARRIER, "a barrier is overwritten");
+    emulation::arrivals.erase(barrier);
 }
 inline void publish_barriers() {}
 

@@ -290,6 +290,13 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
         give_back();
     }
 
+    // The sums may reach beyond a stage's end, where its barrier lies.
+    if (lane == 0) {
+#pragma unroll 1
+        for (int i = 0; i < num_stages; ++i) end_barrier(P::barrier_of(ring + i * P::STAGE));
+    }
+    sync_warp();
+
     // The warps' sums, each in its own ring, which is idle now. A warp a head from here on.
     own.finish(reinterpret_cast<float*>(ring), stats[warp]);
     __syncthreads();

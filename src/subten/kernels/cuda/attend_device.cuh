@@ -22,6 +22,12 @@ INLINE void init_barrier(u64* barrier) {
                  : "memory");
 }
 
+// Of a barrier in its memory's last phase: only then may the memory hold anything else.
+INLINE void end_barrier(u64* barrier) {
+    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+                 : "memory");
+}
+
 // The copy engine must see the barriers that this thread has made.
 INLINE void publish_barriers() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
