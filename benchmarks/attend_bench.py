@@ -2,6 +2,7 @@
 
     python benchmarks/attend_bench.py
     python benchmarks/attend_bench.py --ops cuda --try-plans
+    python benchmarks/attend_bench.py --ops cuda --batch 1 --context 32768 131072 --ratios
     python benchmarks/attend_bench.py --chain --json attend-chain.json
     python benchmarks/attend_bench.py --shape qwen3-30b-a3b --codec int4 --context 32768 \
         --ops cuda --plan 32,4,8,3 --plan 32,4,16,2
@@ -14,6 +15,9 @@ graph is inside. One JSON line a case:
     kv_bytes                  bytes of pages that all layers together must read
     tb_s, roof_share          kv_bytes / time, and its share of the read-only roof of this run
     error                     largest difference between the op and Triton's, on the last layer
+
+`--ratios` ends with a table of the chosen plans: us a layer, share of the roof, and how many times
+as fast as int4 each codec is.
 
 `--chain` times what attention adds to a chain of all of a layer's kernels, for several plans:
 `append_attend`, and `kv_append` with `attend`. It prints a table; `attend_chain.py` says more.
@@ -83,11 +87,13 @@ WORKLOADS = ((1, 1024), (1, 8192), (1, 32768), (1, 131072), (32, 8192))
 # Plans worth trying at batch 1 beside the chosen one, for short and for long contexts: factor on
 # the number of splits that gives every SM a block, then min_slices, warps, stages.
 SHORT_PLANS = {
+    "int2": ((1, 1, 8, 3), (1, 4, 8, 3), (1, 8, 8, 3), (1, 4, 16, 3)),
     "int4": ((1, 1, 8, 3), (1, 2, 8, 3), (1, 4, 8, 3), (1, 8, 8, 3), (1, 8, 16, 2), (1, 16, 16, 3)),
     "fp8": ((1, 2, 8, 3), (1, 8, 8, 3), (1, 16, 8, 3), (1, 16, 16, 2), (1, 32, 16, 3)),
     "bf16": ((1, 4, 8, 3), (1, 16, 8, 3), (1, 16, 16, 2), (1, 32, 8, 3), (1, 32, 16, 3)),
 }
 LONG_PLANS = {
+    "int2": ((1, 4, 16, 2), (1, 4, 16, 4), (1, 4, 12, 4), (2, 4, 8, 4), (1, 8, 16, 3)),
     "int4": ((1, 4, 16, 3), (2, 4, 8, 3), (2, 4, 8, 2), (1, 4, 8, 3), (1, 4, 12, 3), (1, 4, 12, 2)),
     "fp8": ((1, 4, 8, 4), (2, 4, 8, 3), (1, 4, 16, 2), (1, 4, 12, 3)),
     "bf16": ((1, 8, 8, 4), (1, 8, 8, 5), (2, 8, 8, 3), (1, 8, 16, 2), (1, 8, 12, 3)),
@@ -150,8 +156,8 @@ def fill(pool: torch.Tensor, fmt: KVFormat) -> None:
         pool.view(torch.bfloat16).normal_()
         return
     pool.view(torch.int64).random_()
-    step_size = {"fp8": 1.0, "int8": 1 / 64, "int4": 1 / 4}[fmt.codec.name]
-    zero = {"fp8": 0.0, "int8": -2.0, "int4": -2.0}[fmt.codec.name]
+    step_size = {"fp8": 1.0, "int8": 1 / 64, "int4": 1 / 4, "int2": 1 / 8}[fmt.codec.name]
+    zero = {"fp8": 0.0, "int8": -2.0, "int4": -2.0, "int2": 0.0}[fmt.codec.name]
     for at, value in (
         (fmt.k_scale, step_size),
         (fmt.v_scale, step_size),
@@ -280,6 +286,21 @@ def parse_plan(text: str) -> DecodePlan:
     )
 
 
+def ratio_table(records: list[dict[str, Any]]) -> str:
+    """Chosen plans of the CUDA kernel beside int4's."""
+    chosen = [r for r in records if r["op"] == "cuda" and r["is_chosen"]]
+    where = {(r["shape"], r["batch"], r["context"], r["codec"]): r for r in chosen}
+    lines = [f"{'shape':14} batch context codec  us/layer  roof  times int4"]
+    for (shape, batch, context, codec), record in where.items():
+        int4 = where.get((shape, batch, context, "int4"))
+        ratio = f"{int4['us_per_layer'] / record['us_per_layer']:.2f}" if int4 else "-"
+        lines.append(
+            f"{shape:14} {batch:5} {context:7} {codec:5} {record['us_per_layer']:9.2f}"
+            f" {record['roof_share']:5.2f}  {ratio}"
+        )
+    return "\n".join(lines)
+
+
 def run_chains(args: argparse.Namespace) -> None:
     """Measure attention within layers, print the table, write the records."""
     started = time.perf_counter()
@@ -320,11 +341,13 @@ def main() -> None:
     )
     parser.add_argument("--try-plans", action="store_true", help="beside the chosen plans")
     parser.add_argument("--pdl", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--ratios", action="store_true", help="end with a table beside int4")
     parser.add_argument("--num-replays", type=int, default=9)
     parser.add_argument("--chain", action="store_true", help="within a layer's chain of kernels")
     parser.add_argument("--weights", choices=FORMATS, default="fp8", help="with --chain")
     parser.add_argument("--json", type=Path, help="with --chain: where the records go")
     args = parser.parse_args()
+    cuda_attend.WITHHELD = frozenset()  # it is the kernel that is measured
     if args.chain:
         run_chains(args)
         return
@@ -341,8 +364,12 @@ def main() -> None:
     widest = max(kv_format(codec, HEAD_DIM).page_bytes for codec in args.codec)
     memory = torch.empty(num_rows // PAGE_SIZE * widest, dtype=torch.uint8, device=device)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    records = []
     for record in measure(args, memory, flush, roof.bytes_per_s):
+        records.append(record)
         print(json.dumps(record), flush=True)
+    if args.ratios:
+        print(ratio_table(records))
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ def no_counter_is_left(device: torch.device) -> Any:
 def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel on the GPU, or emulated; Triton must not step in."""
     use_kernels(device, monkeypatch)
+    monkeypatch.setattr(cuda_attend, "WITHHELD", frozenset())
     if device.type == "cpu":
         monkeypatch.setattr(runtime, "launch", emulated_launch)
 
@@ -200,6 +201,21 @@ def test_a_sequence_is_its_own(randn: Randn, codec: str) -> None:
 
 
 @pytest.mark.usefixtures("kernels", "poisoned")
+@pytest.mark.parametrize("codec", STRUCTS)
+def test_queries_of_every_size(randn: Randn, codec: str) -> None:
+    """A NaN shows in its head alone; zeros, tiny and large values are what they are."""
+    scene = make_scene(randn, codec, 64, num_kv_heads=1, lengths=[70])
+    q_THD = randn(1, 5, 64, dtype=torch.bfloat16)
+    q_THD[0, 1] = 0
+    q_THD[0, 2] *= 2.0**-120
+    q_THD[0, 3, 1:] *= 2.0**-12
+    check(scene, q_THD, plan=SMALL)
+    q_THD[0, 4, 7] = float("nan")
+    out_THD = on_cuda(scene, q_THD, scene.step([1]), plan=SMALL)
+    assert out_THD[0, 4].isnan().all() and out_THD[0, :4].isfinite().all()
+
+
+@pytest.mark.usefixtures("kernels", "poisoned")
 @pytest.mark.parametrize(
     "plan", [SMALL, DecodePlan(num_splits=64, min_slices=1, num_warps=1)], ids=["small", "64"]
 )
@@ -260,6 +276,7 @@ def test_newest_rows_are_read_after_the_wait(
         ("int4", 64, 1, torch.bfloat16, 2),
         ("int4", 64, 9, torch.bfloat16, 1),
         ("int4", 96, 1, torch.bfloat16, 1),
+        ("int2", 64, 1, torch.bfloat16, 1),
         ("int4_g32", 64, 1, torch.bfloat16, 1),
         ("fp4", 64, 1, torch.bfloat16, 1),
         ("fp32", 64, 1, torch.bfloat16, 1),

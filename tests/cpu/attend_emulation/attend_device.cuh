@@ -30,6 +30,7 @@ struct Arrivals {
 };
 
 inline std::map<const void*, Arrivals> arrivals;
+constexpr u64 BARRIER = 0x5bea12e4c0de5a11;  // what a barrier's memory holds until it ends
 
 // Bytes that the kernel ahead still writes: no copy may start before the wait, and how many did.
 struct Late {
@@ -50,6 +51,18 @@ inline void check(bool holds, const char* what) {
 inline void init_barrier(u64* barrier) {
     emulation::check((uintptr_t)barrier % 8 == 0, "a barrier is not aligned");
     emulation::arrivals[barrier] = {};
+    *barrier = emulation::BARRIER;
+    emulation::at_block_end = [] {
+        for (const auto& entry : emulation::arrivals)
+            emulation::check(*static_cast<const u64*>(entry.first) == emulation::BARRIER,
+                             "a barrier is overwritten that has not ended");
+        emulation::arrivals.clear();
+    };
+}
+inline void end_barrier(u64* barrier) {
+    emulation::check(emulation::arrivals.at(barrier).copies.empty(), "a copy is under way");
+    emulation::check(*barrier == emulation::BARRIER, "a barrier is overwritten");
+    emulation::arrivals.erase(barrier);
 }
 inline void publish_barriers() {}
 
@@ -112,6 +125,35 @@ inline u32 half_selector(bool is_high) { return is_high; }
 inline float select_half(u32 w, u32 selector) { return selector ? high_bf16(w) : low_bf16(w); }
 inline u32 and_or(u32 w, u32 mask, u32 bits) { return (w & mask) | bits; }
 inline u32 and_xor(u32 w, u32 mask, u32 bits) { return (w & mask) ^ bits; }
+
+inline u32 bytes_of_nibbles(u32 table, u32 nibbles) {
+    u32 bytes = 0;
+    for (int i = 0; i < 4; ++i) {
+        const u32 nibble = nibbles >> 4 * i & 15;
+        emulation::check(nibble < 4, "a nibble is not in the table");
+        bytes |= (table >> 8 * nibble & 0xff) << 8 * i;
+    }
+    return bytes;
+}
+
+// Element (row, k) of A lies in lane row % 8 * 4 + k % 16 / 4, register row / 8 + k / 16 * 2, byte
+// k % 4; element (k, column) of B in lane column * 4 + k % 16 / 4, register k / 16, byte k % 4.
+inline void mma_bytes(int (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    using namespace emulation;
+    slots[current] = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+    meet_warp();
+    const Slot* lanes = warp_slots();
+    const int g = current % WARP / 4, t = current % WARP % 4;
+    for (int i = 0; i < 4; ++i) {
+        const int row = g + i / 2 * 8, column = t * 2 + i % 2;
+        for (int k = 0; k < 32; ++k) {
+            const u32 x = lanes[row % 8 * 4 + k % 16 / 4].a[row / 8 + k / 16 * 2];
+            const u32 y = lanes[column * 4 + k % 16 / 4].b[k / 16];
+            d[i] += (signed char)(x >> k % 4 * 8) * (signed char)(y >> k % 4 * 8);
+        }
+    }
+    meet_warp();
+}
 
 inline u32 add_bf16x2(u32 a, u32 b) {
     return pack_bf16(low_bf16(a) + low_bf16(b), high_bf16(a) + high_bf16(b));

@@ -65,6 +65,8 @@ inline std::function<void()> body;
 inline std::vector<bool> has_waited;
 // What happens when all threads of a block have come to the wait, if anything.
 inline std::function<void()> at_wait;
+// What happens when a block has ended, if anything.
+inline std::function<void()> at_block_end;
 
 inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
 
@@ -118,6 +120,7 @@ inline void run_block(int num_threads, std::function<void()> kernel) {
     }
     for (bool waited : has_waited)
         if (!waited) std::abort();
+    if (at_block_end) at_block_end();
 }
 
 inline void run_grid(dim3 grid, int num_threads, int shared_bytes, std::function<void()> kernel) {

@@ -17,7 +17,7 @@
 //
 //   page (64 tokens x 1 KV head):  | K codes | K scale | K zero | V codes | V scale | V zero |
 //   slice = N of its tokens:       N * D * bits / 8 = 4 KB of K codes, then the same of V
-//   int4: N = 64 (the page), 8-bit 32, bf16 16 at D = 128
+//   int4: N = 64 (the page), int2 also, 2 KB of codes; 8-bit 32, bf16 16 at D = 128
 //   a warp's ring:                 | K of slice 0 | V of slice 0 | K of slice 1 | ...
 //
 // Products on the tensor cores, the transposed way round, for a group has few heads:
@@ -34,9 +34,10 @@
 //
 // Bytes: kv_len * C of pages a (sequence, KV head), once; with Z splits 4 * Z * group * (D + 2)
 // written and read again, all in L2. The loop at D = 128 and up to 8 heads, both ways of every
-// branch counted (nvdisasm, nvcc 13.0): int4 2.4 instructions an element, 8-bit 4.7, bf16 4.5, of
-// the 3.3, 6 and 12 that 132 SMs at 1.75 GHz issue while the bytes of one arrive. Of int4's, 1.05
-// are integer ones, which issue every other cycle: two warps a scheduler do not fill it.
+// branch counted (nvdisasm, nvcc 13.0): int2 2.3 instructions an element, int4 2.4, 8-bit 4.7, bf16
+// 4.5, of the 1.7, 3.3, 6 and 12 that 132 SMs at 1.75 GHz issue while the bytes of one arrive. Of
+// int4's and int2's, 1.1 are integer ones, which issue every other cycle: two warps a scheduler do
+// not fill it, and of int2 they alone take longer than its bytes.
 //
 // Keys at or past the sequence's end, and garbage there: their scores become -infinity, and their V
 // scale and zero, or bf16 values, 0 in shared memory, each replaced, not multiplied.

@@ -31,6 +31,11 @@ STRUCTS: Mapping[str, str] = {
 }
 """Codec to its struct in `attend_codecs.cuh`; other codecs go to Triton."""
 
+WITHHELD = frozenset({"int2"})
+"""Codecs that go to Triton all the same. With 8 query heads a KV head and thousands of keys, int2
+gave NaN on an H200 where the emulator is right. The sums then overlay a stage's barrier, which has
+been ended first since; no GPU has run that yet."""
+
 HEAD_DIMS = (64, 128)
 
 MAX_GROUP = 8
@@ -95,7 +100,11 @@ class DecodePlan:
         return num_bytes if num_bytes <= 31 * 1024 else max(num_bytes, 48 * 1024 + 16)
 
 
-FULL_BLOCKS: Mapping[str, tuple[int, int, int]] = {"bf16": (8, 12, 3), "int4": (4, 12, 2)}
+FULL_BLOCKS: Mapping[str, tuple[int, int, int]] = {
+    "bf16": (8, 12, 3),
+    "int4": (4, 12, 2),
+    "int2": (16, 16, 3),
+}
 """Codec to (min_slices, warps, stages) of blocks that have an SM each; others take (4, 12, 3)."""
 
 
@@ -110,7 +119,8 @@ def plan_decode(
     Past the first tier three stages of 8 warps let two blocks share an SM. Plans of the first tier
     are among the fastest within a chain of a layer's kernels at 1k and 32k tokens of both shapes
     (benchmarks/plans/h200-attend-chain.json). int4 has so much to compute for a byte that 8 warps,
-    two a scheduler, do not keep up with DRAM. Splits that poll save 1 to 2 us at 1k, and cost up to
+    two a scheduler, do not keep up with DRAM; int2, not yet timed so, computes as much for half the
+    bytes, and has all the warps that fit. Splits that poll save 1 to 2 us at 1k, and cost up to
     1 us at 32k; with int4 they save 0.3.
 
     A single split, which merges nothing, is not the fastest even at 1k: a merge of four costs what
@@ -129,7 +139,7 @@ def plan_decode(
         min_slices=min_slices,
         num_warps=num_warps,
         num_stages=num_stages,
-        polls=fmt.codec.name != "int4",
+        polls=fmt.codec.name not in ("int4", "int2"),
     )
 
 
@@ -283,6 +293,7 @@ def suits(q_THD: torch.Tensor, pages_PGB: torch.Tensor, fmt: KVFormat, step: Ste
         step.max_query_len == 1
         and q_THD.dtype == torch.bfloat16
         and fmt.codec.name in STRUCTS
+        and fmt.codec.name not in WITHHELD
         and head_dim in HEAD_DIMS
         and num_heads <= MAX_GROUP * num_kv_heads
         and len(step.tile_seq_Q) * num_heads <= MAX_ROWS

@@ -9,6 +9,8 @@
 #include "head_row.cuh"
 
 #define MAX_WARPS 16
+// Steps of the largest value of a query whose integers have 16 bits: 127 * 256.
+#define MOST_STEPS 32512.0f
 
 // Hadamard rotation of a row of sums, one bit of the channel after the other: the fast transform.
 // Each bit of the channel that v[i] holds must be one of `lane` or of i, whichever.
@@ -73,7 +75,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     static_assert(HEADS * Sums::SUMS_ROW * 4 <= 2 * P::STAGE, "two stages hold a warp's sums");
     DYNAMIC_SHARED(dynamic_shared);
     __shared__ uint4 q_shared[HEADS * DIM / 8];  // rotated, where `q_place` says
-    __shared__ float q_sum[HEADS];
+    __shared__ float q_sum[HEADS];  // the step instead where KEYS_ARE_BYTES
     __shared__ float stats[MAX_WARPS][HEADS][3];  // max, sum, zero of each warp
     // Codes, scale and zero of the key and the value that the block appends.
     __shared__ uint4 appended[Rows::APPENDS ? 2 : 1][P::ROW / 16 + 1];
@@ -168,18 +170,41 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     }
     u16* q_places = reinterpret_cast<u16*>(q_shared);
     auto place_query = [&](const float (&x)[2][N], int head) {
-        float sum = 0;
+        float sum = 0, most = 0, to_step = 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                const float rounded = low_bf16(pack_bf16(x[half][j], 0.0f));
+                sum += rounded;
+                most = larger(most, larger(rounded, -rounded));
+            }
+        sum = sum_over_lanes<WARP>(sum);
+        if (Codec::KEYS_ARE_BYTES) {
+            most = max_over_lanes<1>(most);
+            // Rows that are not finite, or below all that matters to a score, have no steps.
+            if (most > 0x1p-100f && most < 0x1p120f) to_step = MOST_STEPS / most;
+            // NaN stays NaN.
+            sum = most * (1.0f / MOST_STEPS) + sum * 0.0f;
+        }
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int j = 0; j < N; ++j) {
                 const int channel = half * (DIM / 2) + lane * N + j;
                 const float rounded = low_bf16(pack_bf16(x[half][j], 0.0f));
-                const float factor = Codec::key_factor(channel, DIM);
-                q_places[Sums::q_place(head, channel)] = (u16)pack_bf16(rounded * factor, 0.0f);
-                sum += rounded;
+                const int place = Sums::q_place(head, channel);
+                if (Codec::KEYS_ARE_BYTES) {
+                    // Adding 1.5 * 2^23 rounds to an integer.
+                    const int bits = float_bits(rounded * to_step + 12582912.0f) - 0x4b400000;
+                    u8* bytes = reinterpret_cast<u8*>(q_shared) + place;
+                    bytes[0] = (u8)((bits + 128) >> 8);
+                    bytes[Sums::Q_LOWER] = (u8)bits;
+                } else {
+                    const float factor = Codec::key_factor(channel, DIM);
+                    q_places[place] = (u16)pack_bf16(rounded * factor, 0.0f);
+                }
             }
-        sum = sum_over_lanes<WARP>(sum);
         if (lane == 0) q_sum[head] = sum;
     };
 #pragma unroll 1
@@ -255,6 +280,13 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
         own.add_values(p, stage);
         give_back();
     }
+
+    // The sums may reach beyond a stage's end, where its barrier lies.
+    if (lane == 0) {
+#pragma unroll 1
+        for (int i = 0; i < num_stages; ++i) end_barrier(P::barrier_of(ring + i * P::STAGE));
+    }
+    sync_warp();
 
     // The warps' sums, each in its own ring, which is idle now. A warp a head from here on.
     own.finish(reinterpret_cast<float*>(ring), stats[warp]);

@@ -13,14 +13,14 @@
 // row, lies: in step `key_step` of that byte's word, as value `key_slot` of the lane's 4, times
 // `key_factor`, a power of two.
 // Word w of a V row, with the same word of three other keys, gives VALUE_STEPS fragments of 2
-// channels (x in row g, y in row g + 8: next to x, or D / 2 on where Y_IS_FAR) and 4 keys, which are
-// VALUE_OFFSET too large, and then to be multiplied by VALUE_FACTOR.
+// channels (x in row g, y in row g + 8: next to x, or D / 2 on where Y_IS_FAR) and 4 keys. They are
+// VALUE_OFFSET too large, and VALUE_FACTOR times too small after that.
 
 // A word is 2 channels.
 struct KvBf16 {
     static constexpr int BITS = 16, VALUE_STEPS = 1, HALF_MIDDLE = 0;
     static constexpr bool HAS_SCALE = false, HAS_ZERO = false, IS_ROTATED = false;
-    static constexpr bool Y_IS_FAR = false;
+    static constexpr bool Y_IS_FAR = false, KEYS_ARE_BYTES = false;
     static constexpr float OFFSET = 0.0f, VALUE_FACTOR = 1.0f, VALUE_OFFSET = 0.0f;
 
     static INLINE void key_pairs(u32 (&a)[4], const u32* low, const u32* high, int step) {
@@ -48,6 +48,7 @@ template <class Bytes>
 struct KvByte {
     static constexpr int BITS = 8, VALUE_STEPS = 2;
     static constexpr bool HAS_SCALE = true, IS_ROTATED = false, Y_IS_FAR = false;
+    static constexpr bool KEYS_ARE_BYTES = false;
     static constexpr float OFFSET = 0.0f, VALUE_FACTOR = 1.0f, VALUE_OFFSET = 0.0f;
 
     static INLINE void key_pairs(u32 (&a)[4], const u32* low, const u32* high, int step) {
@@ -115,7 +116,7 @@ struct KvInt8 : KvByte<KvInt8> {
 struct KvInt4 {
     static constexpr int BITS = 4, VALUE_STEPS = 4, HALF_MIDDLE = 4;
     static constexpr bool HAS_SCALE = true, HAS_ZERO = true, IS_ROTATED = true;
-    static constexpr bool Y_IS_FAR = true;
+    static constexpr bool Y_IS_FAR = true, KEYS_ARE_BYTES = false;
     static constexpr float OFFSET = 136.0f, VALUE_FACTOR = 64.0f, VALUE_OFFSET = 0.0f;
 
     static INLINE void key_pairs(u32 (&a)[4], const u32* low, const u32* high, int step) {
@@ -155,41 +156,47 @@ struct KvInt4 {
 };
 
 // A word is 16 channels: byte i of a row is channels i, i + D / 4, i + D / 2 and i + 3 D / 4, from
-// the lowest bits up. A code is `is_outer + 2 * is_negative` of levels 3 and 10; with the xor of its
-// bits for the lower one and the upper one flipped it counts them in order, c = 0 to 3. Levels lie
-// 7, 6 and 7 apart: two codes alone in their bf16s, 2^-133 c or up to 2^6 times that, become
-// (182 + 6.625 c) / 256, which rounds to (192 + level) / 256 exactly. The surplus 192 leaves with
-// the sums' first value, of V at each slice's end (`WarpSums::drop_offset`).
+// the lowest bits up; a code is `is_outer + 2 * is_negative`, of levels 3 and 10. ALU instructions,
+// every other cycle one, are what there is too few of:
+// - levels of K are bytes, four at once out of a table, and q integers of 16 bits in two bytes: a
+//   code costs half of what a bf16 would, and two products of 32 channels replace two of 16;
+// - of V, with the xor of its bits for the lower one and the upper one flipped, a code counts the
+//   levels in order, c = 0 to 3. They lie 7, 6 and 7 apart: codes alone in their bf16s, 2^-133 c or
+//   up to 2^6 times that, become (182 + 6.625 c) / 256, which rounds to (192 + level) / 256. The
+//   surplus leaves at each slice's end (`WarpSums::drop_offset`).
 struct KvInt2 {
     static constexpr int BITS = 2, VALUE_STEPS = 8, HALF_MIDDLE = 0;
     static constexpr bool HAS_SCALE = true, HAS_ZERO = false, IS_ROTATED = true;
-    static constexpr bool Y_IS_FAR = true;
-    static constexpr float OFFSET = 192.0f, VALUE_FACTOR = 256.0f, VALUE_OFFSET = 0.75f;
+    static constexpr bool Y_IS_FAR = true, KEYS_ARE_BYTES = true;
+    static constexpr float OFFSET = 0.0f, VALUE_FACTOR = 256.0f, VALUE_OFFSET = 0.75f;
 
-    static INLINE u32 ordered(u32 w) { return w ^ (w >> 1 & 0x55555555u); }
+    // A fragments of `mma_bytes` number `step`: quarters 0 and 2 of a word's codes, or 1 and 3.
+    static INLINE void key_bytes(u32 (&a)[4], const u32* low, const u32* high, int step) {
+        const int shift = step % 2 * 2;
+        const u32 l = low[step / 2] >> shift & 0x33333333u;
+        const u32 h = high[step / 2] >> shift & 0x33333333u;
+        a[0] = bytes_of_nibbles(LEVELS, l);
+        a[1] = bytes_of_nibbles(LEVELS, h);
+        a[2] = bytes_of_nibbles(LEVELS, l >> 16);
+        a[3] = bytes_of_nibbles(LEVELS, h >> 16);
+    }
+    static INLINE int key_byte(int channel, int dim) { return channel % (dim / 4); }
+    static INLINE int key_step(int channel, int word, int dim) {
+        return 2 * word + channel / (dim / 4) % 2;
+    }
+    // Byte of the lane's 8 of that step.
+    static INLINE int key_slot(int channel, int dim) {
+        return channel % 4 * 2 + channel / (dim / 2);
+    }
+    static INLINE float key_factor(int, int) { return 1; }
+
+    static INLINE u32 ordered(u32 w) { return and_xor(w >> 1, 0x55555555u, w); }
 
     // Codes of quarter `quarter`, in the low bytes of both halves of `w`.
     static INLINE u32 levels(u32 w, int quarter) {
         const u32 alone = and_xor(w, 0x00030003u << 2 * quarter, 0x00020002u << 2 * quarter);
         return multiply_add_bf16x2(alone, 0x7f547f54u - 0x01000100u * quarter, 0x3f363f36u);
     }
-
-    static INLINE void key_pairs(u32 (&a)[4], const u32* low, const u32* high, int step) {
-        const int shift = step % 4 / 2 * 8, quarter = step % 2 * 2;
-        const u32 l = ordered(low[step / 4]) >> shift, h = ordered(high[step / 4]) >> shift;
-        a[0] = levels(l, quarter);
-        a[1] = levels(h, quarter);
-        a[2] = levels(l, quarter + 1);
-        a[3] = levels(h, quarter + 1);
-    }
-    static INLINE int key_byte(int channel, int dim) { return channel % (dim / 4); }
-    static INLINE int key_step(int channel, int word, int dim) {
-        return 4 * word + channel % 2 * 2 + channel / (dim / 2);
-    }
-    static INLINE int key_slot(int channel, int dim) {
-        return channel % 4 / 2 + channel / (dim / 4) % 2 * 2;
-    }
-    static INLINE float key_factor(int, int) { return 256; }
 
     // STEPS / 2 bytes of a key, 2 where D is 64.
     template <int STEPS>
@@ -209,6 +216,9 @@ struct KvInt2 {
         const int num_bytes = dim / 32;
         return byte + step % num_bytes + step / num_bytes * (dim / 4) + is_y * (dim / 2);
     }
+
+private:
+    static constexpr u32 LEVELS = 0xf6fd0a03u;  // 3, 10, -3, -10
 };
 
 // K, or V, of one slice: where it lies in a page, and in a stage of the ring. V codes of 8 and 16
@@ -296,7 +306,8 @@ INLINE void load_words(u32* to, const u8* at) {
 }
 
 // The words of a row that a lane of LANES reads: units of UNIT bytes, the first at lane * UNIT, the
-// next LANES units on. A unit of 2 bytes is the low half of a word. `byte_of` is where in the row its word w lies.
+// next LANES units on; of 2 bytes, it is the low half of a word. `byte_of` is where in the row its
+// word w lies.
 template <int ROW, int LANES>
 struct RowShare {
     static constexpr int UNIT = ROW / LANES < 16 ? ROW / LANES : 16;

@@ -22,6 +22,12 @@ INLINE void init_barrier(u64* barrier) {
                  : "memory");
 }
 
+// Of a barrier in its memory's last phase: only then may the memory hold anything else.
+INLINE void end_barrier(u64* barrier) {
+    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+                 : "memory");
+}
+
 // The copy engine must see the barriers that this thread has made.
 INLINE void publish_barriers() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -77,7 +83,9 @@ INLINE u32 high_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
 // Of words of two bf16, the float of the low one or of the high one, as `selector` says.
 INLINE u32 half_selector(bool is_high) { return is_high ? 0x3244u : 0x1044u; }
 INLINE float select_half(u32 w, u32 selector) {
-    return __uint_as_float(__byte_perm(w, 0, selector));
+    u32 bits;  // not __byte_perm, which masks a selector first
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(bits) : "r"(w), "r"(selector));
+    return __uint_as_float(bits);
 }
 
 // (w & mask) | bits and (w & mask) ^ bits as one instruction, which the compiler makes two.
@@ -90,6 +98,25 @@ INLINE u32 and_xor(u32 w, u32 mask, u32 bits) {
     u32 out;
     asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(out) : "r"(w), "r"(mask), "r"(bits));
     return out;
+}
+
+// Byte i is the byte of `table` that the i-th lowest nibble of `nibbles`, at most 3, names. Not
+// __byte_perm, which masks a selector first.
+INLINE u32 bytes_of_nibbles(u32 table, u32 nibbles) {
+    u32 bytes;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(bytes) : "r"(table), "r"(nibbles));
+    return bytes;
+}
+
+// D (16 x 8) += A (16 x 32) * B (32 x 8), signed bytes into int32. Lane = 4 * g + t holds of
+//   A: a0 = row g, k 4t to 4t+3;  a1 = row g+8, same k;  a2, a3 = the same rows, k + 16
+//   B: b0 = k 4t to 4t+3 of column g;  b1 = k + 16
+//   D: as `mma`
+INLINE void mma_bytes(int (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 INLINE u32 add_bf16x2(u32 a, u32 b) {

@@ -76,10 +76,17 @@ struct WarpSums {
 
     // Where a channel of a head of q goes, so that each lane finds its B fragments of Q^T, of two
     // steps at a time, in 16 bytes.
+    // Where KEYS_ARE_BYTES the place is that of the upper byte, in bytes; the lower one lies
+    // Q_LOWER on.
+    static constexpr int Q_LOWER = 8;
+
     static INLINE int q_place(int head, int channel) {
         const int byte = Codec::key_byte(channel, DIM);
         const int step = Codec::key_step(channel, KeyShare::word_at(byte), DIM);
         const int lane = head % 8 * 4 + KeyShare::lane_at(byte);
+        if (Codec::KEYS_ARE_BYTES)
+            return ((head / 8 * (STEPS / 2) + step) * WARP + lane) * 16 +
+                   Codec::key_slot(channel, DIM);
         const int pair = head / 8 * (STEPS / 2) + step / 2;
         return ((pair * WARP + lane) * 2 + step % 2) * 4 + Codec::key_slot(channel, DIM);
     }
@@ -129,23 +136,11 @@ struct WarpSums {
                 const u8* row = stage + k_at + 4 * (first + b) * P::ROW;
                 KeyShare::load(words[b][0], row);
                 KeyShare::load(words[b][1], row + 2 * P::ROW);
-#pragma unroll
-                for (int h = 0; h < TILES_H; ++h)
-#pragma unroll
-                    for (int j = 0; j < 4; ++j)
-                        p[first + b][h][j] = -Codec::OFFSET * q_sums[h][j % 2];
             }
-#pragma unroll
-            for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-                for (int b = 0; b < ABREAST; ++b) {
-                    u32 a[4];
-                    Codec::key_pairs(a, words[b][0], words[b][1], step);
-#pragma unroll
-                    for (int h = 0; h < TILES_H; ++h)
-                        mma(p[first + b][h], a[0], a[1], a[2], a[3], q_pairs[h][step][0],
-                            q_pairs[h][step][1]);
-                }
+            if constexpr (Codec::KEYS_ARE_BYTES)
+                score_bytes(p, words, first);
+            else
+                score_pairs(p, words, first);
         }
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
@@ -157,11 +152,63 @@ struct WarpSums {
                 for (int h = 0; h < TILES_H; ++h)
 #pragma unroll
                     for (int j = 0; j < 2; ++j) {
-                        float s = p[n][h][2 * r + j] * (scales[r] * scale_log2);
+                        // Where KEYS_ARE_BYTES, q_sums are the steps of q.
+                        const float factor =
+                            Codec::KEYS_ARE_BYTES ? scale_log2 * q_sums[h][j] : scale_log2;
+                        float s = p[n][h][2 * r + j] * (scales[r] * factor);
                         if (Codec::HAS_ZERO) s += halves[r] * (2.0f * scale_log2 * q_sums[h][j]);
                         p[n][h][2 * r + j] = s;
                     }
         }
+    }
+
+    template <int ABREAST>
+    INLINE void score_pairs(Scores& p, const u32 (&words)[ABREAST][2][KeyShare::WORDS],
+                            int first) const {
+#pragma unroll
+        for (int b = 0; b < ABREAST; ++b)
+#pragma unroll
+            for (int h = 0; h < TILES_H; ++h)
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    p[first + b][h][j] = -Codec::OFFSET * q_sums[h][j % 2];
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+            for (int b = 0; b < ABREAST; ++b) {
+                u32 a[4];
+                Codec::key_pairs(a, words[b][0], words[b][1], step);
+#pragma unroll
+                for (int h = 0; h < TILES_H; ++h)
+                    mma(p[first + b][h], a[0], a[1], a[2], a[3], q_pairs[h][step][0],
+                        q_pairs[h][step][1]);
+            }
+    }
+
+    // Sums of integers, exact; those of the upper bytes of q count 256.
+    template <int ABREAST>
+    INLINE void score_bytes(Scores& p, const u32 (&words)[ABREAST][2][KeyShare::WORDS],
+                            int first) const {
+        int upper[ABREAST][TILES_H][4] = {}, lower[ABREAST][TILES_H][4] = {};
+#pragma unroll
+        for (int step = 0; step < STEPS; step += 2)
+#pragma unroll
+            for (int b = 0; b < ABREAST; ++b) {
+                u32 a[4];
+                Codec::key_bytes(a, words[b][0], words[b][1], step / 2);
+#pragma unroll
+                for (int h = 0; h < TILES_H; ++h) {
+                    mma_bytes(upper[b][h], a, q_pairs[h][step]);
+                    mma_bytes(lower[b][h], a, q_pairs[h][step + 1]);
+                }
+            }
+#pragma unroll
+        for (int b = 0; b < ABREAST; ++b)
+#pragma unroll
+            for (int h = 0; h < TILES_H; ++h)
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    p[first + b][h][j] = (float)(upper[b][h][j] * 256 + lower[b][h][j]);
     }
 
     // Scale and `half_zero_of` of this lane's keys of tile n, 2 apart: it takes the same half of
