@@ -256,6 +256,10 @@ def _engine(options: dict[str, Any]) -> None:
 
     channel = channel_from_arguments()
     first_message(channel)
+    if options.get("load_s"):
+        sys.stderr.write('{"event": "loading"}\n')
+        sys.stderr.flush()
+        time.sleep(options["load_s"])
     settings = {"num_pages": 64, "max_num_seqs": 4, "max_model_len": MAX_MODEL_LEN}
     settings |= options.get("settings", {})
     model = fake_loaded(SlowModel(script), tokenizer=tokenizer)
