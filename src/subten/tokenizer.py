@@ -199,9 +199,11 @@ class Tokenizer:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
-        """An incremental detokeniser for one sequence."""
-        return TextStream(self, skip_special_tokens=skip_special_tokens)
+    def stream(
+        self, *, skip_special_tokens: bool = True, context: Sequence[int] = ()
+    ) -> TextStream:
+        """An incremental detokeniser for what follows the tokens of `context`."""
+        return TextStream(self, skip_special_tokens=skip_special_tokens, context=context)
 
     def token_id(self, token: str) -> int | None:
         """Id of a token by its spelling, or None."""
@@ -257,18 +259,29 @@ class Tokenizer:
         (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
+CONTEXT_TOKENS = 5
+"""Tokens of a prompt that decide how the first token after it is written."""
+
+
 class TextStream:
     """Text of one sequence as its tokens arrive; the pieces join to `decode` of all ids.
 
-    A token that ends inside a UTF-8 character waits for the rest of it.
+    After a `context` they join to what `decode` of both has beyond that of the context: the first
+    token of an answer keeps the space that it would drop at the start of a text. A token that ends
+    inside a UTF-8 character waits for the rest of it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool, context: Sequence[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._ids: list[int] = []
+        self._ids = list(context[-CONTEXT_TOKENS:])
         self._start = 0
-        self._read = 0
+        self._read = len(self._ids)
+        if self._decode(0).endswith(_REPLACEMENT):
+            # A character that the context leaves open is no part of what follows it.
+            self._ids, self._read = [], 0
 
     def push(self, token_id: int) -> str:
         """Text that this token completes; empty while a character is open."""
@@ -277,10 +290,13 @@ class TextStream:
         known = self._decode(self._start, self._read)
         if text.endswith(_REPLACEMENT):
             return ""
-        # Decoding goes on from the token before the new text: some vocabularies write a token
-        # differently at the start of a text (a space that the first token drops).
-        self._start, self._read = self._read, len(self._ids)
-        return text[len(known) :]
+        piece = text[len(known) :]
+        # Decoding goes on from a token with text before the new one: some vocabularies write a
+        # token differently at the start of a text (a space that the first token drops).
+        if piece:
+            self._start = self._read
+        self._read = len(self._ids)
+        return piece
 
     def flush(self) -> str:
         """Text still held back; call at the end of the sequence."""

@@ -148,23 +148,28 @@ class Server:
         self._is_listening.set()
 
 
-def tcp_sockets(pids: list[int]) -> list[tuple[int, bool]]:
-    """Local port of each TCP socket that these processes have open, and whether it listens."""
+def net_sockets(pids: list[int]) -> set[tuple[str, int, bool]]:
+    """Protocol and local port of each socket that these processes hold, and whether it listens."""
     inodes = set()
     for pid in pids:
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            fds = list(Path(f"/proc/{pid}/fd").iterdir())
+        except OSError:
+            continue
+        for fd in fds:
             try:
                 target = str(fd.readlink())
             except OSError:
                 continue
             if target.startswith("socket:["):
                 inodes.add(target[8:-1])
-    found = []
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
+    found = set()
+    for kind in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]:
             parts = line.split()
             if parts[9] in inodes:
-                found.append((int(parts[1].rpartition(":")[2], 16), parts[3] == "0A"))
+                is_listening = kind.startswith("tcp") and parts[3] == "0A"
+                found.add((kind, int(parts[1].rpartition(":")[2], 16), is_listening))
     return found
 
 
@@ -251,6 +256,10 @@ def _engine(options: dict[str, Any]) -> None:
 
     channel = channel_from_arguments()
     first_message(channel)
+    if options.get("load_s"):
+        sys.stderr.write('{"event": "loading"}\n')
+        sys.stderr.flush()
+        time.sleep(options["load_s"])
     settings = {"num_pages": 64, "max_num_seqs": 4, "max_model_len": MAX_MODEL_LEN}
     settings |= options.get("settings", {})
     model = fake_loaded(SlowModel(script), tokenizer=tokenizer)

@@ -96,6 +96,15 @@ def test_a_chat_in_a_browser(server, page):
     assert page.evaluate("document.querySelectorAll('#pages li').length") >= 1
     assert page.evaluate("messages.length") == 2
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    # The scripted model has no experts; a model's that has some.
+    assert page.evaluate("document.getElementById('step').hidden")
+    page.evaluate("drawStep(0.413, [1.9, 1.1, 0.7, 0.3], 0.9)")
+    assert page.evaluate("document.getElementById('roof').textContent") == "41 %"
+    assert page.evaluate("document.getElementById('maxvio').textContent") == "0.90"
+    assert page.evaluate("document.querySelectorAll('#experts i').length") == 4
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    cut = "[...document.querySelectorAll('dt, dd')].filter((x) => x.scrollWidth > x.clientWidth)"
+    assert page.evaluate(f"{cut}.map((x) => x.textContent)") == []
     assert page.evaluate("document.activeElement.id") == "text"
     assert [p for p in page.problems() if "401" not in p] == []
     asked = {event["request"]["url"] for event in page.of("Network.requestWillBeSent")}

@@ -18,7 +18,9 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+import serving
 from serving import MODEL, TEXTS, Server, children, is_running
+from tiny_checkpoint import config_values, tensors_of, write_folder
 from tiny_llama import TinyShape, hf_tensors, write_gguf
 
 LONG = {"model": MODEL, "prompt": "long", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
@@ -260,6 +262,76 @@ def test_a_real_model_from_the_command_line(tmp_path):
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         assert text == whole.choices[0].message.content
         assert len(whole.choices[0].logprobs.content) == whole.usage.completion_tokens
+    finally:
+        assert server.close() == 0
+
+
+def test_a_server_killed_while_it_loads_leaves_nothing_behind():
+    # Case A15, its other half.
+    options = json.dumps({"engine": {"load_s": 300}, "config": {}})
+    process = subprocess.Popen(
+        [sys.executable, serving.__file__, "serve", options],
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stderr is not None
+    with process.stderr:
+        assert any(b'"loading"' in line for line in process.stderr)
+        pids = children(process.pid, "engine")
+        assert len(pids) == 1
+        process.kill()
+        process.wait(10)
+        end_s = time.monotonic() + 5
+        while is_running(pids[0]):
+            assert time.monotonic() < end_s, "the engine outlives its server"
+            time.sleep(0.02)
+
+
+def test_a_model_of_experts_without_a_tokenizer(tmp_path, generator):
+    values = config_values("MixtralForCausalLM", max_position_embeddings=1024)
+    folder = write_folder(tmp_path / "moe", values, tensors_of(values, generator))
+    options = ["--port", "0", "--device", "cpu", "--dtype", "float32"]
+    server = Server(command=["-m", "subten", "serve", str(folder), *options])
+    try:
+        body = {"model": "moe", "prompt": [1, 2, 3], "max_tokens": 40, "ignore_eos": True}
+        status, value = server.post("/v1/completions", body)
+        assert status == 200, value
+        assert value["usage"]["completion_tokens"] == 40
+        # Case A16: what needs a tokenizer or a template says so, and completions work.
+        chat = {"model": "moe", "messages": [{"role": "user", "content": "hi"}]}
+        status, value = server.post("/v1/chat/completions", chat)
+        assert status == 400
+        assert "tokenizer" in value["error"]["message"]
+        assert server.post("/v1/completions", body | {"prompt": "text"})[0] == 400
+
+        def metrics() -> dict[str, float]:
+            text = server.request("GET", "/metrics")[2].decode()
+            rows = [line.rpartition(" ") for line in text.splitlines() if line[:1] != "#"]
+            return {name: float(value) for name, _, value in rows}
+
+        found = metrics()
+        num_experts = values["num_local_experts"]
+        loads = [v for name, v in found.items() if name.startswith("subten:expert_load{")]
+        assert len(loads) == num_experts
+        assert loads == sorted(loads, reverse=True)
+        assert sum(loads) == pytest.approx(num_experts)
+        worst = found['subten:expert_max_violation{layers="worst",model_name="moe"}']
+        mean = found['subten:expert_max_violation{layers="mean",model_name="moe"}']
+        assert 0 <= mean <= worst <= num_experts - 1
+        assert mean == pytest.approx(loads[0] - 1)
+        # Of a step that runs; these are tiny, and far from any roof.
+        name = 'subten:roof_fraction{model_name="moe"}'
+        assert found[name] == 0.0
+        stream = threading.Thread(
+            target=server.post,
+            args=("/v1/completions", body | {"max_tokens": values["max_position_embeddings"]}),
+        )
+        stream.start()
+        seen = []
+        while stream.is_alive():
+            seen.append(metrics()[name])
+        assert all(0 <= value < 10 for value in seen)
+        assert any(value > 0 for value in seen), seen
     finally:
         assert server.close() == 0
 

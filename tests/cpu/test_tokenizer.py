@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_llama import CHAT_TEMPLATE, MERGES, SPECIAL, vocabulary
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
 from subten.core import CheckpointError, RequestError
 from subten.tokenizer import Tokenizer
@@ -185,3 +188,45 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, tokenizer: Tokenizer) -> N
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<nowhere>"}')
     with pytest.raises(CheckpointError, match="<nowhere>"):
         Tokenizer.from_file(broken, tmp_path / "tokenizer_config.json")
+
+
+SPACE = "\u2581"
+
+
+def spaced_tokenizer(*, strips_by_rule: bool) -> Tokenizer:
+    """A vocabulary as SentencePiece has it, whose decoder drops the space that begins a text."""
+    names = [SPACE, f"{SPACE}leading", f"{SPACE}x", "x", "<s>", "</s>"]
+    names += [f"<0x{byte:02X}>" for byte in range(256)]
+    vocab = {name: i for i, name in enumerate(names)}
+    backend = Backend(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    rules = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    rules += [decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(rules) if strips_by_rule else decoders.Metaspace()
+    backend.add_special_tokens(["<s>", "</s>"])
+    return Tokenizer(backend, eos_token_ids=[5], bos_token_id=4)
+
+
+@pytest.mark.parametrize("strips_by_rule", [True, False])
+@pytest.mark.parametrize("skip", [True, False])
+def test_leading_spaces_are_those_of_the_prompts_context(strips_by_rule: bool, skip: bool) -> None:
+    # Case A06: first tokens with and without a space, alone, after text and after special tokens.
+    tokenizer = spaced_tokenizer(strips_by_rule=strips_by_rule)
+    space, leading, x, bare, bos, eos = range(6)
+    rng = random.Random()
+    for context in ([], [bos], [bos, x], [bare], [bos, bare, eos], [space], [x, space, bos]):
+        for _ in range(30):
+            ids = rng.choices([space, leading, x, bare, bos], k=rng.randrange(1, 6))
+            stream = tokenizer.stream(skip_special_tokens=skip, context=context)
+            text = "".join(stream.push(token) for token in ids) + stream.flush()
+            before = tokenizer.decode(context, skip_special_tokens=skip)
+            both = tokenizer.decode([*context, *ids], skip_special_tokens=skip)
+            assert before + text == both, (context, ids)
+    after = tokenizer.stream(context=[bos, bare])
+    assert after.push(leading) + after.push(x) == " leading x"
+
+
+def test_a_character_left_open_by_the_prompt_is_not_the_answers() -> None:
+    tokenizer = spaced_tokenizer(strips_by_rule=True)
+    byte = [6 + value for value in "\u00e9".encode()]
+    stream = tokenizer.stream(context=[3, byte[0]])
+    assert stream.push(byte[1]) + stream.push(3) == "\ufffdx"

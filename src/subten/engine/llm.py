@@ -338,7 +338,8 @@ class LLM:
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             eos_token_ids=self.model_config.eos_token_ids,
         )
-        detokenizer = NoText() if self.tokenizer is None else self.tokenizer.stream()
+        tokenizer = self.tokenizer
+        detokenizer = NoText() if tokenizer is None else tokenizer.stream(context=token_ids)
         output = TextOutput(detokenizer, params.stop, min_tokens=params.min_tokens)
         live = _Live(record=self.engine.add(request, output), output=output)
         self._live[request.request_id] = live

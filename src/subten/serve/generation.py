@@ -136,12 +136,12 @@ class Generation:
         sampling = replace(job.sampling, stop=(), seed=None)
         for index, number in enumerate(numbers):
             tokenizer = generator.tokenizer
+            prompt = job.prompts[index // job.n]
             detokenizer = (
                 NoText()
                 if tokenizer is None
-                else tokenizer.stream(skip_special_tokens=job.skip_special_tokens)
+                else tokenizer.stream(skip_special_tokens=job.skip_special_tokens, context=prompt)
             )
-            prompt = job.prompts[index // job.n]
             output = TextOutput(detokenizer, job.sampling.stop, min_tokens=job.sampling.min_tokens)
             choice = _Choice(index, str(number), len(prompt), output)
             self._choices.append(choice)
