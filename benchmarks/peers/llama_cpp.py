@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
                         "roof_tb_s": roof.tb_s,
                         "floor_ms": floor_ms,
                         "roof_fraction": floor_ms / tpot.p50,
-                        "settings": "llama_decode of one token, flash attention, logits on the host",
+                        "settings": "llama_decode of a token, flash attention, logits on the host",
                         **origin(device),
                         "command": shlex.join(["python", *(arguments or sys.argv)]),
                     }
