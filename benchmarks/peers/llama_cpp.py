@@ -1,22 +1,21 @@
-"""Measures batch-1 decoding by llama.cpp: its own llama-bench, on random weights of a shape.
+"""Measures batch-1 decoding by llama.cpp: its shared libraries, on random weights of a shape.
 
-    python benchmarks/peers/llama_cpp.py --llama-bench build/bin/llama-bench --shape qwen3-30b-a3b \
+    python benchmarks/peers/llama_cpp.py --libraries build/bin --shape qwen3-30b-a3b \
         --weights q4_0 --kv-cache f16,q4_0 --context-len 1024,32768 --folder /dev/shm \
-        --version "1b2c3d4" --json benchmarks/results/h200-peers.json
+        --version "0.5.0" --json benchmarks/results/h200-peers.json
 
 Writes a GGUF file of the shape (`subten.bench.shapes`) into the folder and removes it at the end.
 Its blocks are random: one stretch of random bytes with small random scales, laid end to end from
-changing offsets. llama-bench fills a context with its own prefill, generates `--tokens` tokens,
-repeats, and reports the time of each repetition; a sample is one repetition's mean time a token.
-llama-bench samples no token: it takes the next one at random on the host.
+changing offsets. The libraries are called as their header describes for version 0.5.0
+(`llama_library.py`): a context is filled by llama.cpp's own prefill of random tokens, then a step
+is one `llama_decode` of one token with flash attention, until its logits are on the host. Nothing
+samples: the next token is random, as in llama.cpp's own llama-bench. A first step does not count.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from llama_library import Library
 
 from subten.bench.records import add_records, origin
 from subten.bench.roof import measure_roof
@@ -36,7 +36,7 @@ from subten.engine.stats import Percentiles
 RANDOM_BYTES = 2**26
 """Length of the random stretch that tensors are cut from."""
 
-KV_BITS = {"f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}
+KV_BITS = {"bf16": 16.0, "f16": 16.0, "q8_0": 8.5, "q4_0": 4.5}
 
 ARCHITECTURES = {"MixtralForCausalLM": "llama", "Qwen3MoeForCausalLM": "qwen3moe"}
 """Architecture of a shape to what llama.cpp calls it."""
@@ -48,23 +48,30 @@ def main(arguments: list[str] | None = None) -> None:
     device = detect(args.device)
     roof = measure_roof(device.torch_device)
     config = SHAPES[args.shape]
+    library = Library(args.libraries)
     for weights in args.weights.split(","):
         with tempfile.NamedTemporaryFile(dir=args.folder, suffix=".gguf") as file:
             read_bytes = write_model(Path(file.name), config, weights)
+            model = library.load(Path(file.name))
             for kv_cache in args.kv_cache.split(","):
-                for found in bench(Path(file.name), kv_cache, args):
-                    context = found["n_depth"]
-                    samples_ms = [ns * 1e-6 / found["n_gen"] for ns in found["samples_ns"]]
+                for context in (int(text) for text in args.context_len.split(",")):
+                    samples_ms = model.decode_times_ms(
+                        context_len=context,
+                        num_steps=args.num_steps,
+                        kv_type=int(gguf.GGMLQuantizationType[kv_cache.upper()]),
+                        vocab_size=config.vocab_size,
+                        threads=args.threads,
+                    )
                     tpot = Percentiles.of(samples_ms)
                     assert tpot is not None
-                    num_bytes = read_bytes + (context + args.tokens / 2) * kv_bytes(
+                    num_bytes = read_bytes + (context + args.num_steps / 2) * kv_bytes(
                         config, KV_BITS[kv_cache]
                     )
                     floor_ms = num_bytes / roof.bytes_per_s * 1e3
                     record = {
                         "kind": "peer_latency",
                         "engine": "llama.cpp",
-                        "version": args.version or found["build_commit"],
+                        "version": args.version,
                         "shape": args.shape,
                         "weights_dtype": weights,
                         "kv_cache_dtype": kv_cache,
@@ -77,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
                         "roof_tb_s": roof.tb_s,
                         "floor_ms": floor_ms,
                         "roof_fraction": floor_ms / tpot.p50,
-                        "settings": f"llama-bench -fa 1, samples are means of {args.tokens} tokens",
+                        "settings": "llama_decode of a token, flash attention, logits on the host",
                         **origin(device),
                         "command": shlex.join(["python", *(arguments or sys.argv)]),
                     }
@@ -85,36 +92,25 @@ def main(arguments: list[str] | None = None) -> None:
                     print(f"{tpot.p50:.3f} ms a token, p99 {tpot.p99:.3f}", flush=True)
                     if args.json is not None:
                         add_records(args.json, [record])
+            model.close()
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--llama-bench", type=Path, required=True, help="the built program")
+    parser.add_argument("--libraries", type=Path, required=True, help="folder of the built ones")
     names = [name for name, shape in SHAPES.items() if shape.architecture in ARCHITECTURES]
     parser.add_argument("--shape", required=True, choices=names)
-    parser.add_argument("--weights", default="q4_0", help="q4_0, q8_0 or f16, by commas")
+    parser.add_argument("--weights", default="q4_0", help="q4_0, q8_0, bf16 or f16, by commas")
     parser.add_argument("--kv-cache", default="f16,q4_0", help=f"by commas: {', '.join(KV_BITS)}")
     parser.add_argument("--context-len", default="1024", help="tokens in the cache, by commas")
-    parser.add_argument("--tokens", type=int, default=32, help="tokens of a repetition")
-    parser.add_argument("--repetitions", type=int, default=16)
+    parser.add_argument("--num-steps", type=int, default=256, help="decode steps that count")
+    parser.add_argument("--threads", type=int, default=4, help="of the host")
     parser.add_argument("--folder", type=Path, default=Path(), help="where the GGUF file may lie")
-    parser.add_argument("--version", help="instead of the commit that llama-bench reports")
+    parser.add_argument("--version", required=True, help="of llama.cpp, for the records")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", type=Path, help="list of records to add to")
     return parser.parse_args(arguments)
-
-
-def bench(model: Path, kv_cache: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What llama-bench reports, an entry for each context."""
-    command = [str(args.llama_bench), "-m", str(model), "-p", "0", "-n", str(args.tokens)]
-    command += ["-d", args.context_len, "-r", str(args.repetitions), "-fa", "1", "-o", "json"]
-    command += ["-ctk", kv_cache, "-ctv", kv_cache, "-ngl", "999"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{shlex.join(command)}: {done.stderr[-2000:]}")
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    return found
 
 
 def kv_bytes(config: ModelConfig, bits: float) -> float:
@@ -198,6 +194,9 @@ def random_blocks(kind: gguf.GGMLQuantizationType) -> np.ndarray[Any, Any]:
         return rng.normal(0, 0.02, count).astype(np.float32).view(np.uint8).reshape(-1, 4)
     if kind == gguf.GGMLQuantizationType.F16:
         return rng.normal(0, 0.02, count).astype(np.float16).view(np.uint8).reshape(-1, 2)
+    if kind == gguf.GGMLQuantizationType.BF16:
+        high = rng.normal(0, 0.02, count).astype(np.float32).view(np.uint32) >> 16
+        return high.astype(np.uint16).view(np.uint8).reshape(-1, 2)
     blocks = rng.integers(0, 256, (count, block_bytes), dtype=np.uint8)
     # Q4_0 and Q8_0 begin with their scale; codes are about 8 and 127 at most.
     largest = 8 if kind == gguf.GGMLQuantizationType.Q4_0 else 127

@@ -23,6 +23,8 @@ def load_script(name: str = "transformers_decode") -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
     spec.loader.exec_module(module)
     return module
 
@@ -58,7 +60,7 @@ def test_a_step_is_the_whole_forward_pass(device):
     assert int(got) == int(logits.argmax())
 
 
-@pytest.mark.parametrize("weights", ["q4_0", "q8_0", "f16"])
+@pytest.mark.parametrize("weights", ["q4_0", "q8_0", "bf16", "f16"])
 @pytest.mark.parametrize("shape", ["tiny-mixtral", "tiny-qwen3"])
 def test_a_file_for_llama_cpp(shape, weights, tmp_path, monkeypatch):
     gguf = pytest.importorskip("gguf")
@@ -83,29 +85,45 @@ def test_a_file_for_llama_cpp(shape, weights, tmp_path, monkeypatch):
 
 
 def test_a_record_of_llama_cpp(tmp_path, monkeypatch):
-    """The program is one that repeats what it was asked for, in llama-bench's words."""
+    """The library is one that takes a file and tells the times it was made with."""
     script, out = load_script("llama_cpp"), tmp_path / "peers.json"
     monkeypatch.setattr("subten.bench.roof.CPU_BYTES", 2**20)
     monkeypatch.setattr(script, "RANDOM_BYTES", 2**14)
-    program = tmp_path / "llama-bench"
-    program.write_text(
-        f"#!{sys.executable}\n"
-        "import json, sys\n"
-        "asked = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n"
-        "assert open(asked['-m'], 'rb').read(4) == b'GGUF'\n"
-        "print(json.dumps([{'n_depth': int(depth), 'n_gen': int(asked['-n']), 'build_commit':"
-        " 'abc', 'samples_ns': [4_000_000, 6_000_000, 5_000_000]}"
-        " for depth in asked['-d'].split(',')]))\n"
-    )
-    program.chmod(0o755)
-    options = ["--llama-bench", str(program), "--shape", "tiny-qwen3", "--tokens", "2"]
+    asked = []
+
+    class Model:
+        def decode_times_ms(self, **kwargs):
+            asked.append(kwargs)
+            return [2.0, 3.0, 2.5]
+
+        def close(self):
+            asked.append("closed")
+
+    class Library:
+        def __init__(self, folder):
+            assert folder == tmp_path
+
+        def load(self, path):
+            assert path.read_bytes()[:4] == b"GGUF"
+            return Model()
+
+    monkeypatch.setattr(script, "Library", Library)
+    options = ["--libraries", str(tmp_path), "--shape", "tiny-qwen3", "--num-steps", "2"]
     options += ["--context-len", "20,40", "--kv-cache", "q4_0", "--folder", str(tmp_path)]
-    script.main([*options, "--device", "cpu", "--json", str(out)])
+    script.main([*options, "--version", "abc", "--device", "cpu", "--json", str(out)])
     records = json.loads(out.read_text(encoding="utf-8"))
     assert [record["context_len"] for record in records] == [20, 40]
     assert [record["tpot_ms_p50"] for record in records] == [2.5, 2.5]
     assert all(record["version"] == "abc" for record in records)
+    assert [call["kv_type"] for call in asked[:-1]] == [2, 2]
+    assert asked[-1] == "closed"
     # 20 more tokens of 3 layers, 2 KV heads of 64 channels, K and V, 18 bytes for 32 values.
     more = records[1]["bytes_per_step"] - records[0]["bytes_per_step"]
     assert more == pytest.approx(20 * 3 * 2 * 64 * 2 * 18 / 32)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama-bench", "peers.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["peers.json"]
+
+
+def test_a_folder_without_llama_cpp_is_refused(tmp_path):
+    script = load_script("llama_cpp")
+    with pytest.raises(SystemExit, match="libllama"):
+        script.Library(tmp_path)
