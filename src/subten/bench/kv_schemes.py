@@ -26,6 +26,7 @@ import torch
 from subten.bench.kv_calibration import KeyStatistics, KeyTransform, turn
 from subten.bench.kv_lab import EXACT_BITS, LayerRows, Scheme, Tiers, all_encoded
 from subten.codecs import kv_format
+from subten.codecs.mixed import decode_cold, encode_cold
 from subten.codecs.nested import decode_nested, encode_nested
 from subten.codecs.rotation import hadamard
 from subten.core import PAGE_SIZE
@@ -253,14 +254,13 @@ def codec_rows(codec: str) -> RowCoder:
 
 
 def plane_rows(kind: str) -> RowCoder:
-    """Rotated rows through the planes of adaptive pages: `nested4`, `int2` (its base), `vq1.5`."""
+    """Rotated rows through the planes of values: `nested4`, `int2` (its base), `vq1.5`."""
 
     def coder(x_D: torch.Tensor) -> torch.Tensor:
-        head_dim = x_D.shape[-1]
-        if kind == "nested4":
-            return decode_nested(*encode_nested(x_D.contiguous()))
-        codec = kv_format(kind, head_dim).codec
-        return codec.decode(*codec.encode(x_D.contiguous()), head_dim)
+        if kind == "vq1.5":
+            return decode_cold(*encode_cold(x_D.contiguous()))
+        codes, fine, norm, _ = encode_nested(x_D.contiguous())
+        return decode_nested(codes, fine if kind == "nested4" else None, norm)
 
     return coder
 
