@@ -17,13 +17,6 @@ from pathlib import Path
 
 import torch
 
-from subten.bench.kv_calibration import (
-    KeyStatistics,
-    KeyTransform,
-    balanced_transform,
-    key_statistics,
-    shaped_transform,
-)
 from subten.bench.kv_lab import Scheme, all_encoded, evaluate_schemes
 from subten.bench.kv_schemes import (
     KeyCoder,
@@ -38,6 +31,13 @@ from subten.bench.kv_schemes import (
     shaped_rows,
 )
 from subten.bench.report import text_table
+from subten.calibration.keys import (
+    KeyStatistics,
+    KeyTransform,
+    balanced_transform,
+    key_statistics,
+    shaped_transform,
+)
 from subten.weights.load import load_model
 from subten.weights.upcycled import find_demo_gguf
 

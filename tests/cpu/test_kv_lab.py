@@ -9,14 +9,6 @@ import torch
 import torch.nn.functional as F
 from test_quality import CONFIG, tiny_decoder
 
-from subten.bench.kv_calibration import (
-    balanced_matrix,
-    balanced_transform,
-    hadamard_transform,
-    key_statistics,
-    shaped_transform,
-    turn,
-)
 from subten.bench.kv_lab import (
     EXACT,
     Scheme,
@@ -43,6 +35,14 @@ from subten.bench.kv_schemes import (
     plane_rows,
     protected,
     shaped_rows,
+)
+from subten.calibration.keys import (
+    balanced_matrix,
+    balanced_transform,
+    hadamard_transform,
+    key_statistics,
+    shaped_transform,
+    turn,
 )
 from subten.codecs.rotation import hadamard
 from subten.core import PAGE_SIZE, ConfigError, RequestError

@@ -21,30 +21,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from subten.calibration.rows import LayerRows, embed, run_layer
 from subten.core import PAGE_SIZE, ConfigError, RequestError, refuse
 from subten.kernels.cpu_linear import head_logits
-from subten.kernels.norm_rope import norm_rope_torch
-from subten.layers.decoder_layer import DecoderLayer
 from subten.models.decoder import Decoder
 
 LOGIT_ROWS = 512
 """Rows of float32 logits at once; about five such tensors live together."""
 
 EXACT_BITS = 16.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerRows:
-    """What one layer would cache of a window, float32 rows [G, T, D] rounded to BF16.
-
-    `raw_key_GTD` is the key before rotary embedding (not rounded), `cos_sin_TD` the angles.
-    """
-
-    layer: int
-    raw_key_GTD: torch.Tensor
-    key_GTD: torch.Tensor
-    value_GTD: torch.Tensor
-    cos_sin_TD: torch.Tensor
 
 
 Tiers = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
@@ -180,48 +165,17 @@ def hidden_states(
 
     `see` is shown each layer's exact rows and rotated queries q_HTD, for calibration.
     """
-    config = model.config
-    num_tokens = len(id_T)
-    position_T = torch.arange(num_tokens, device=id_T.device)
-    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-    x_TD = F.embedding(id_T, model.embedding_VD).float()
-    for index, layer in enumerate(model.layers):
-        assert isinstance(layer, DecoderLayer), type(layer)
-        attention = layer.attention
-        qkv_TN = attention.qkv(x_TD, norm_weight_K=layer.attention_norm_D, eps=config.norm_eps)
-        q_THD, k_TGD, v_TGD = qkv_TN.view(num_tokens, -1, config.head_dim).split(heads, dim=1)
-        turned = [
-            norm_rope_torch(
-                x_THD.float(), model.cos_sin_PD, position_T, norm_weight_D=norm_D, eps=eps
-            )
-            for x_THD, norm_D, eps in (
-                (q_THD, attention.q_norm_D, config.norm_eps),
-                (k_TGD, attention.k_norm_D, config.norm_eps),
-            )
-        ]
-        raw_TGD = k_TGD.float()
-        if attention.k_norm_D is not None:
-            weight_D = attention.k_norm_D.float()
-            raw_TGD = F.rms_norm(raw_TGD, weight_D.shape, weight_D, config.norm_eps)
-        q_HTD, key_GTD, value_GTD = (
-            x.bfloat16().float().transpose(0, 1) for x in (*turned, v_TGD.float())
-        )
-        rows = LayerRows(
-            layer=index,
-            raw_key_GTD=raw_TGD.transpose(0, 1),
-            key_GTD=key_GTD,
-            value_GTD=value_GTD,
-            cos_sin_TD=model.cos_sin_PD[:num_tokens],
-        )
+
+    def attend(rows: LayerRows, q_HTD: torch.Tensor) -> torch.Tensor:
         see(rows, q_HTD)
         keys, values = scheme.encode(rows)
-        out_HTD = attend_tiers(
-            q_HTD, [key_GTD, *keys], [value_GTD, *values], scheme, scale=attention.scale
-        )
-        out_TN = out_HTD.transpose(0, 1).reshape(num_tokens, -1).to(qkv_TN.dtype)
-        x_TD = attention.output(out_TN, residual_TN=x_TD)
-        x_TD = layer.ffn(x_TD, layer.ffn_norm_D)
-    return x_TD.float()
+        versions = [rows.key_GTD, *keys], [rows.value_GTD, *values]
+        return attend_tiers(q_HTD, *versions, scheme, scale=model.config.head_dim**-0.5)
+
+    x_TD = embed(model, id_T)
+    for index in range(len(model.layers)):
+        x_TD = run_layer(model, index, x_TD, attend)
+    return x_TD
 
 
 def attend_tiers(

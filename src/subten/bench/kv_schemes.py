@@ -23,8 +23,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from subten.bench.kv_calibration import KeyStatistics, KeyTransform, turn
-from subten.bench.kv_lab import EXACT_BITS, LayerRows, Scheme, Tiers, all_encoded
+from subten.bench.kv_lab import EXACT_BITS, Scheme, Tiers, all_encoded
+from subten.calibration.keys import KeyStatistics, KeyTransform, turn
+from subten.calibration.rows import LayerRows
 from subten.codecs import kv_format
 from subten.codecs.mixed import decode_cold, encode_cold
 from subten.codecs.nested import decode_nested, encode_nested

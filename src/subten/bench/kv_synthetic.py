@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from subten.bench.kv_calibration import turn
 from subten.bench.kv_schemes import codec_rows
+from subten.calibration.keys import turn
 from subten.config import RopeConfig
 from subten.core import ConfigError, refuse
 from subten.layers.rope import cos_sin_table
