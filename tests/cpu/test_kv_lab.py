@@ -175,7 +175,7 @@ def test_the_reference_is_the_model(generator):
     assert row.num_tokens == 98
     x_TD = hidden_states(model, torch.tensor(tokens[:50]), EXACT)
     nll = F.cross_entropy(logits(model, x_TD[:-1]), torch.tensor(tokens[1:50]))
-    first = evaluate_schemes(model, tokens[:50], [EXACT], window=50)[0]
+    (first,) = evaluate_schemes(model, tokens[:50], [EXACT], window=50)
     assert math.isclose(first.ppl, math.exp(float(nll)), rel_tol=1e-5)
 
 

@@ -1,7 +1,9 @@
 """What each layer caches of a text: rows and queries, layer by layer, with an exact cache.
 
-Letters: T tokens, D head dimension (model width in x_TD), H query heads, G KV heads, N features of
-all heads.
+A text is a window [T, ...], or several of one length [W, T, ...]: names leave W out.
+
+Letters: W windows, T tokens, D head dimension (model width in x_TD), H query heads, G KV heads, N
+features of all heads, M tokens of all windows.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from subten.models.decoder import Decoder
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerRows:
-    """What one layer would cache of a window, float32 rows [G, T, D] rounded to BF16.
+    """What one layer would cache of a text, float32 rows [G, T, D] rounded to BF16.
 
     `raw_key_GTD` is the key before rotary embedding (not rounded), `cos_sin_TD` the angles.
     """
@@ -37,9 +39,9 @@ Attend = Callable[[LayerRows, torch.Tensor], torch.Tensor]
 
 def attend_exact(rows: LayerRows, q_HTD: torch.Tensor) -> torch.Tensor:
     """Causal attention over the rows as they are."""
-    return F.scaled_dot_product_attention(
-        q_HTD[None], rows.key_GTD[None], rows.value_GTD[None], is_causal=True, enable_gqa=True
-    )[0]
+    rows_4 = (x.reshape(-1, *x.shape[-3:]) for x in (q_HTD, rows.key_GTD, rows.value_GTD))
+    out_WHTD = F.scaled_dot_product_attention(*rows_4, is_causal=True, enable_gqa=True)
+    return out_WHTD.view_as(q_HTD)
 
 
 def read_layers(
@@ -65,32 +67,38 @@ def embed(model: Decoder, id_T: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def run_layer(model: Decoder, index: int, x_TD: torch.Tensor, attend: Attend) -> torch.Tensor:
-    """One layer over a window from its first token on, with the attention that is given."""
-    layer, config, num_tokens = model.layers[index], model.config, len(x_TD)
+    """One layer over a text from its first token on, with the attention that is given."""
+    layer, config = model.layers[index], model.config
     assert isinstance(layer, DecoderLayer), type(layer)
     attention, eps = layer.attention, config.norm_eps
-    qkv_TN = attention.qkv(x_TD, norm_weight_K=layer.attention_norm_D, eps=eps)
+    *windows, num_tokens, _ = x_TD.shape
+    x_MD = x_TD.reshape(-1, x_TD.shape[-1])
+    qkv_MN = attention.qkv(x_MD, norm_weight_K=layer.attention_norm_D, eps=eps)
     heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-    q_THD, k_TGD, v_TGD = qkv_TN.view(num_tokens, -1, config.head_dim).split(heads, dim=1)
-    position_T = torch.arange(num_tokens, device=x_TD.device)
+    q_MHD, k_MGD, v_MGD = qkv_MN.view(len(x_MD), -1, config.head_dim).split(heads, dim=1)
+    position_M = torch.arange(len(x_MD), device=x_TD.device) % num_tokens
     turned = [
-        norm_rope_torch(x_THD.float(), model.cos_sin_PD, position_T, norm_weight_D=norm_D, eps=eps)
-        for x_THD, norm_D in ((q_THD, attention.q_norm_D), (k_TGD, attention.k_norm_D))
+        norm_rope_torch(x_MHD.float(), model.cos_sin_PD, position_M, norm_weight_D=norm_D, eps=eps)
+        for x_MHD, norm_D in ((q_MHD, attention.q_norm_D), (k_MGD, attention.k_norm_D))
     ]
-    raw_TGD = k_TGD.float()
+    raw_MGD = k_MGD.float()
     if attention.k_norm_D is not None:
         weight_D = attention.k_norm_D.float()
-        raw_TGD = F.rms_norm(raw_TGD, weight_D.shape, weight_D, eps)
+        raw_MGD = F.rms_norm(raw_MGD, weight_D.shape, weight_D, eps)
+
+    def by_head(x_MHD: torch.Tensor) -> torch.Tensor:
+        return x_MHD.view(*windows, num_tokens, -1, config.head_dim).transpose(-3, -2)
+
     q_HTD, key_GTD, value_GTD = (
-        x.bfloat16().float().transpose(0, 1) for x in (*turned, v_TGD.float())
+        by_head(x_MHD.bfloat16().float()) for x_MHD in (*turned, v_MGD.float())
     )
     rows = LayerRows(
         layer=index,
-        raw_key_GTD=raw_TGD.transpose(0, 1),
+        raw_key_GTD=by_head(raw_MGD.contiguous()),
         key_GTD=key_GTD,
         value_GTD=value_GTD,
         cos_sin_TD=model.cos_sin_PD[:num_tokens],
     )
-    out_TN = attend(rows, q_HTD).transpose(0, 1).reshape(num_tokens, -1).to(qkv_TN.dtype)
-    x_TD = attention.output(out_TN, residual_TN=x_TD)
-    return layer.ffn(x_TD, layer.ffn_norm_D).float()  # type: ignore[no-any-return]
+    out_MN = attend(rows, q_HTD).transpose(-3, -2).reshape(len(x_MD), -1).to(qkv_MN.dtype)
+    x_MD = attention.output(out_MN, residual_TN=x_MD)
+    return layer.ffn(x_MD, layer.ffn_norm_D).float().view_as(x_TD)  # type: ignore[no-any-return]
