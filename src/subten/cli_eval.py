@@ -110,6 +110,7 @@ def eval_kv(
       subten eval kv --text wiki.txt --window 2048 --scheme main --calibration book.txt
       subten eval kv --text book.txt --scheme main --task needles --window 512,2048
     """
+    from subten.bench.records import add_records
     from subten.device import detect
 
     if task not in TASKS:
@@ -138,6 +139,8 @@ def eval_kv(
         return
     if kv_cache_dtype is not None or quantization != "none":
         raise refuse(ConfigError, "scheme", scheme, "none with --kv-cache-dtype or --quantization")
+    if json is not None and json != Path("-"):
+        add_records(json, [])  # a file of another kind is refused before hours of work, not after
     loaded = load()
     if task == "generation":
         rows = _generation(asked, scheme, loaded)
