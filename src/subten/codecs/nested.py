@@ -76,6 +76,7 @@ def device_store_nested(
     fine_N: tl.tensor,
     norm_N: tl.tensor,
     mask_N: tl.tensor,
+    fine_mask_N: tl.tensor,
     table_ptr: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -89,9 +90,9 @@ def device_store_nested(
     code_ND = magnitude_codes_device(x_ND, exact_norm_device(byte_N, table_ptr, 208), is_outer_ND)
     base_ND = (code_ND >> 2) | ((x_ND < 0).to(tl.int32) << 1)
     store_pairs(base_N, base_ND, mask_N, HEAD_DIM, BLOCK_D)
-    store_pairs(fine_N, code_ND & 3, mask_N, HEAD_DIM, BLOCK_D)
+    store_pairs(fine_N, code_ND & 3, fine_mask_N, HEAD_DIM, BLOCK_D)
     tl.store(norm_N, byte_N.to(tl.uint8), mask=mask_N)
-    return (is_bad_N | is_over_N) & mask_N
+    return is_bad_N | is_over_N
 
 
 @triton_jit

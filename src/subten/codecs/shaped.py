@@ -28,13 +28,25 @@ Letters: T tokens, G KV heads, D head_dim, Q D / 4, E D / 8, O outlier channels,
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
-from subten.codecs.bits import are_finite, check_rows
-from subten.codecs.fixed_point import round_bf16, to_whole
-from subten.codecs.lloyd_max import LIMIT, pack_pairs, unpack_pairs
-from subten.codecs.norm_byte import decode_norm, encode_norm
+from subten.codecs.bits import are_finite, check_rows, magnitude_bits, nan_where
+from subten.codecs.fixed_point import (
+    round_bf16,
+    round_bf16_device,
+    to_whole,
+    to_whole_device,
+)
+from subten.codecs.lloyd_max import LIMIT, pack_pairs, store_pairs, unpack_pairs
+from subten.codecs.norm_byte import (
+    decode_norm,
+    encode_norm,
+    encode_norm_device,
+    exact_norm_device,
+)
+from subten.kernels.triton_shim import tl, triton_jit
 
 WIDTHS = (2, 3, 4)
 """Bits of a channel."""
@@ -166,3 +178,263 @@ def _nearest(u: torch.Tensor, edge_K: torch.Tensor) -> torch.Tensor:
     half = len(edge_K) + 1
     size = torch.bucketize(u.abs(), edge_K, out_int32=True)
     return torch.where(u < 0, half - 1 - size, half + size).to(torch.uint8)
+
+
+# Rows of a tile each on their own; sums over a row are exact, and those of feedback are made in the
+# order of channels, so that the bytes are those of the twin (launch without fused multiply-add).
+# Channels go in blocks of eight: a block's are taken out of the tile once and then live as one
+# number a row, so that no step of the chain waits for other threads; its errors are added to the
+# channels after it as eight outer products. Reads 4 D^2 bytes of M, from L2 for all but the first.
+@triton_jit
+def device_store_shaped(
+    y_ND: tl.tensor,
+    low_N: tl.tensor,
+    high_N: tl.tensor,
+    norm_N: tl.tensor,
+    mask_N: tl.tensor,
+    is_out_D: tl.tensor,
+    num_coded: tl.tensor,
+    feedback_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    BITS: tl.constexpr,
+    HAS_FEEDBACK: tl.constexpr,
+    HAS_OUTLIERS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> Any:
+    """Device twin of `encode_shaped`, into the rows at these pointers; returns `is_bad_N`.
+
+    `is_out_D` says which channels are outliers and `num_coded` how many are not, where there are
+    any; `feedback_ptr` leads to M of the head, `table_ptr` to `norm_byte.norm_table`.
+    """
+    d = tl.arange(0, BLOCK_D)
+    y_ND = tl.where((d < HEAD_DIM)[None, :], y_ND, 0.0)
+    is_bad_N = tl.max(magnitude_bits(y_ND), axis=1) >= 0x7F800000
+    y_ND = tl.where(is_bad_N[:, None], 0.0, y_ND)
+    y_ND = tl.minimum(tl.maximum(y_ND, -1e38), 1e38)
+    coded_ND = y_ND
+    if HAS_OUTLIERS:
+        coded_ND = tl.where(is_out_D[None, :], 0.0, y_ND)
+    whole_ND, unit_N = to_whole_device(coded_ND)
+    square_N = tl.sum(whole_ND.to(tl.int64) * whole_ND, axis=1).to(tl.float32)
+    size_N = tl.sqrt_rn(tl.div_rn(square_N, num_coded.to(tl.float32))) * unit_N
+    byte_N, is_over_N = encode_norm_device(size_N, 128)
+    tl.store(norm_N, byte_N.to(tl.uint8), mask=mask_N)
+    divisor_N = exact_norm_device(byte_N, table_ptr, 128)
+    divisor_N1 = tl.where(divisor_N > 0, divisor_N, 1.0)[:, None]
+    exact_ND = y_ND
+    if HAS_OUTLIERS:
+        exact_ND = tl.div_rn(round_bf16_device(y_ND), tl.broadcast_to(divisor_N1, y_ND.shape))
+        exact_ND = nan_where(~tl.broadcast_to(is_out_D[None, :], y_ND.shape), exact_ND)
+    y_ND = tl.div_rn(y_ND, tl.broadcast_to(divisor_N1, y_ND.shape))
+    if HAS_FEEDBACK:
+        code_ND = _chained_codes(
+            y_ND, exact_ND, feedback_ptr, BITS, HAS_OUTLIERS, HEAD_DIM, BLOCK_D
+        )
+    else:
+        code_ND = _nearest_device(y_ND, BITS)
+    store_pairs(low_N, code_ND & 3, mask_N, HEAD_DIM, BLOCK_D)
+    if BITS == 3:
+        store_bits(high_N, code_ND >> 2, mask_N, HEAD_DIM, BLOCK_D)
+    if BITS == 4:
+        store_pairs(high_N, code_ND >> 2, mask_N, HEAD_DIM, BLOCK_D)
+    return is_bad_N | is_over_N
+
+
+@triton_jit
+def _chained_codes(
+    y_ND: tl.tensor,
+    exact_ND: tl.tensor,
+    feedback_ptr: tl.tensor,
+    BITS: tl.constexpr,
+    HAS_OUTLIERS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> Any:
+    """Device twin of `_codes` with feedback: int32 [N, BLOCK_D]."""
+    d = tl.arange(0, BLOCK_D)
+    want_ND, code_ND = y_ND, tl.zeros_like(y_ND).to(tl.int32)
+    for block in range(HEAD_DIM // 8):
+        u0, u1, u2, u3, u4, u5, u6, u7 = _eight(want_ND, block)
+        y0, y1, y2, y3, y4, y5, y6, y7 = _eight(y_ND, block)
+        x0, x1, x2, x3, x4, x5, x6, x7 = y0, y1, y2, y3, y4, y5, y6, y7
+        if HAS_OUTLIERS:
+            x0, x1, x2, x3, x4, x5, x6, x7 = _eight(exact_ND, block)
+        row = feedback_ptr + block * 8 * HEAD_DIM
+        m = row + block * 8
+        c0, e0 = _pick(u0, y0, x0, BITS, HAS_OUTLIERS)
+        u1 += e0 * tl.load(m + 1)
+        c1, e1 = _pick(u1, y1, x1, BITS, HAS_OUTLIERS)
+        u2 += e0 * tl.load(m + 2)
+        u2 += e1 * tl.load(m + HEAD_DIM + 2)
+        c2, e2 = _pick(u2, y2, x2, BITS, HAS_OUTLIERS)
+        u3 += e0 * tl.load(m + 3)
+        u3 += e1 * tl.load(m + HEAD_DIM + 3)
+        u3 += e2 * tl.load(m + 2 * HEAD_DIM + 3)
+        c3, e3 = _pick(u3, y3, x3, BITS, HAS_OUTLIERS)
+        u4 += e0 * tl.load(m + 4)
+        u4 += e1 * tl.load(m + HEAD_DIM + 4)
+        u4 += e2 * tl.load(m + 2 * HEAD_DIM + 4)
+        u4 += e3 * tl.load(m + 3 * HEAD_DIM + 4)
+        c4, e4 = _pick(u4, y4, x4, BITS, HAS_OUTLIERS)
+        u5 += e0 * tl.load(m + 5)
+        u5 += e1 * tl.load(m + HEAD_DIM + 5)
+        u5 += e2 * tl.load(m + 2 * HEAD_DIM + 5)
+        u5 += e3 * tl.load(m + 3 * HEAD_DIM + 5)
+        u5 += e4 * tl.load(m + 4 * HEAD_DIM + 5)
+        c5, e5 = _pick(u5, y5, x5, BITS, HAS_OUTLIERS)
+        u6 += e0 * tl.load(m + 6)
+        u6 += e1 * tl.load(m + HEAD_DIM + 6)
+        u6 += e2 * tl.load(m + 2 * HEAD_DIM + 6)
+        u6 += e3 * tl.load(m + 3 * HEAD_DIM + 6)
+        u6 += e4 * tl.load(m + 4 * HEAD_DIM + 6)
+        u6 += e5 * tl.load(m + 5 * HEAD_DIM + 6)
+        c6, e6 = _pick(u6, y6, x6, BITS, HAS_OUTLIERS)
+        u7 += e0 * tl.load(m + 7)
+        u7 += e1 * tl.load(m + HEAD_DIM + 7)
+        u7 += e2 * tl.load(m + 2 * HEAD_DIM + 7)
+        u7 += e3 * tl.load(m + 3 * HEAD_DIM + 7)
+        u7 += e4 * tl.load(m + 4 * HEAD_DIM + 7)
+        u7 += e5 * tl.load(m + 5 * HEAD_DIM + 7)
+        u7 += e6 * tl.load(m + 6 * HEAD_DIM + 7)
+        c7, e7 = _pick(u7, y7, x7, BITS, HAS_OUTLIERS)
+        mask_D = d < HEAD_DIM
+        want_ND, code_ND = _spread(
+            want_ND, code_ND, e0, c0, row, block * 8, mask_D
+        )
+        want_ND, code_ND = _spread(
+            want_ND, code_ND, e1, c1, row + HEAD_DIM, block * 8 + 1, mask_D
+        )
+        want_ND, code_ND = _spread(
+            want_ND, code_ND, e2, c2, row + 2 * HEAD_DIM, block * 8 + 2, mask_D
+        )
+        want_ND, code_ND = _spread(
+            want_ND, code_ND, e3, c3, row + 3 * HEAD_DIM, block * 8 + 3, mask_D
+        )
+        want_ND, code_ND = _spread(
+            want_ND, code_ND, e4, c4, row + 4 * HEAD_DIM, block * 8 + 4, mask_D
+        )
+        want_ND, code_ND = _spread(
+            want_ND, code_ND, e5, c5, row + 5 * HEAD_DIM, block * 8 + 5, mask_D
+        )
+        want_ND, code_ND = _spread(
+            want_ND, code_ND, e6, c6, row + 6 * HEAD_DIM, block * 8 + 6, mask_D
+        )
+        want_ND, code_ND = _spread(
+            want_ND, code_ND, e7, c7, row + 7 * HEAD_DIM, block * 8 + 7, mask_D
+        )
+    return code_ND
+
+
+@triton_jit
+def _spread(
+    want_ND: tl.tensor,
+    code_ND: tl.tensor,
+    error_N: tl.tensor,
+    code_N: tl.tensor,
+    row: tl.tensor,
+    channel: tl.tensor,
+    mask_D: tl.tensor,
+) -> Any:
+    """Add a channel's error to the channels after it, and put its code in place."""
+    d = tl.arange(0, want_ND.shape[1])
+    feedback_D = tl.load(row + d, mask=mask_D & (d > channel), other=0.0)
+    want_ND += error_N[:, None] * feedback_D[None, :]
+    return want_ND, tl.where((d == channel)[None, :], code_N[:, None], code_ND)
+
+
+@triton_jit
+def _eight(x_ND: tl.tensor, block: tl.tensor) -> Any:
+    """Channels 8 block to 8 block + 7 of all rows, one [N] each."""
+    NUM_ROWS: tl.constexpr = x_ND.shape[0]
+    NUM_BLOCKS: tl.constexpr = x_ND.shape[1] // 8
+    x_NB8 = tl.reshape(x_ND, (NUM_ROWS, NUM_BLOCKS, 8))
+    is_block_B = tl.arange(0, NUM_BLOCKS) == block
+    x_N8 = tl.sum(tl.where(is_block_B[None, :, None], x_NB8, 0.0), axis=1)
+    x_0246, x_1357 = tl.split(tl.reshape(x_N8, (NUM_ROWS, 4, 2)))
+    x_04, x_26 = tl.split(tl.reshape(x_0246, (NUM_ROWS, 2, 2)))
+    x_15, x_37 = tl.split(tl.reshape(x_1357, (NUM_ROWS, 2, 2)))
+    x0, x4 = tl.split(x_04)
+    x1, x5 = tl.split(x_15)
+    x2, x6 = tl.split(x_26)
+    x3, x7 = tl.split(x_37)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton_jit
+def _pick(
+    u_N: tl.tensor,
+    y_N: tl.tensor,
+    exact_N: tl.tensor,
+    BITS: tl.constexpr,
+    HAS_OUTLIERS: tl.constexpr,
+) -> Any:
+    """Code of a channel, and its error."""
+    code_N = _nearest_device(u_N, BITS)
+    read_N = round_bf16_device(shaped_level(code_N, BITS))
+    if HAS_OUTLIERS:
+        read_N = tl.where(exact_N != exact_N, read_N, exact_N)
+    return code_N, y_N - read_N
+
+
+@triton_jit
+def _nearest_device(u: tl.tensor, BITS: tl.constexpr) -> Any:
+    """Device twin of `_nearest`: int32."""
+    size = tl.abs(u)
+    if BITS == 2:
+        count = (size > 0.9816).to(tl.int32)
+    elif BITS == 3:
+        count = (size > 0.4917).to(tl.int32) + (size > 1.053).to(tl.int32)
+        count += (size > 1.7532).to(tl.int32)
+    else:
+        tl.static_assert(BITS == 4)
+        count = (size > 0.2442).to(tl.int32) + (size > 0.5009).to(tl.int32)
+        count += (size > 0.7829).to(tl.int32) + (size > 1.1026).to(tl.int32)
+        count += (size > 1.4726).to(tl.int32) + (size > 1.9055).to(tl.int32)
+        count += (size > 2.414).to(tl.int32)
+    HALF: tl.constexpr = 1 << (BITS - 1)
+    return tl.where(u < 0, HALF - 1 - count, HALF + count)
+
+
+@triton_jit
+def shaped_level(code: tl.tensor, BITS: tl.constexpr) -> Any:
+    """Levels of codes (int32), float32, not yet rounded to BF16 (`levels`)."""
+    # The code as the low bits of 2^23, less 2^23: no conversion of integers.
+    t = (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    if BITS == 2:
+        t -= 1.5
+        level = t * (1.01175 + 0.0574407 * (t * t))
+    elif BITS == 3:
+        t -= 3.5
+        level = t * (0.48836 + 0.0120003 * (t * t))
+    else:
+        tl.static_assert(BITS == 4)
+        t -= 7.5
+        level = t * (0.24286 + 0.002118 * (t * t))
+    return level
+
+
+@triton_jit
+def store_bits(
+    row_ptr_N: tl.tensor,
+    code_ND: tl.tensor,
+    mask_N: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Device twin of `pack_bits`: int32 codes below 2 to the D/8 bytes at `row_ptr_N`."""
+    EIGHTH: tl.constexpr = HEAD_DIM // 8
+    NUM_ROWS: tl.constexpr = code_ND.shape[0]
+    byte_E = tl.arange(0, BLOCK_D // 8)
+    if HEAD_DIM == BLOCK_D:
+        shift = tl.arange(0, 8)[None, :, None]
+        byte_NE = tl.sum(tl.reshape(code_ND, (NUM_ROWS, 8, BLOCK_D // 8)) << shift, axis=1)
+    else:
+        index_NE = tl.broadcast_to(byte_E[None, :], (NUM_ROWS, BLOCK_D // 8))
+        byte_NE = tl.gather(code_ND, index_NE, axis=1)
+        for part in tl.static_range(1, 8):
+            # Bytes past E are not stored; their index only has to be inside the tile.
+            part_NE = tl.minimum(index_NE + part * EIGHTH, BLOCK_D - 1)
+            byte_NE |= tl.gather(code_ND, part_NE, axis=1) << part
+    mask_NE = mask_N[:, None] & (byte_E < EIGHTH)[None, :]
+    tl.store(row_ptr_N[:, None] + byte_E[None, :], byte_NE.to(tl.uint8), mask=mask_NE)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from subten.codecs.mixed import MixedFormat, decode_cold, encode_cold
+from subten.codecs.mixed import MixedFormat, encode_cold
 from subten.codecs.nested import decode_nested
 from subten.core import PAGE_SIZE
 from subten.kernels.mixed_pages import rows_of

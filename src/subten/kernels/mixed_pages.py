@@ -204,6 +204,6 @@ def read_exact(
 
 
 def rows_of(plane_GPB: torch.Tensor, *, each_page: bool = False) -> torch.Tensor:
-    """[G, P, bytes] of 64 rows a page -> [G, rows, bytes of a row], or with a dimension of pages."""
+    """[G, P, bytes] of 64 rows a page -> [G, rows, bytes of a row], or [G, P, 64, bytes]."""
     rows_GPNB = plane_GPB.unflatten(-1, (PAGE_SIZE, -1))
     return rows_GPNB if each_page else rows_GPNB.flatten(1, 2)
