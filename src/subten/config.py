@@ -79,8 +79,8 @@ class EngineConfig:
 
     With `kv_cache_dtype` adaptive: `kv_bits_budget` true bits an element, which a sequence of
     `max_model_len` tokens takes (None: as fine as memory allows); `kv_memory_bytes` is the memory
-    of the whole cache (None: sized like any other); `kv_cold_pages` lets values go down to 1.5 bits;
-    `kv_sink_tokens` first and `kv_window_tokens` last tokens of a sequence are read in BF16;
+    of the whole cache (None: sized like any other); `kv_cold_pages` lets values go down to 1.5
+    bits; `kv_sink_tokens` first and `kv_window_tokens` last tokens of a sequence are read in BF16;
     `kv_calibration` is a text file from which it is learned how to store keys, or "none" (None: a
     text that comes with the package). None where another format takes no such setting.
     """

@@ -226,13 +226,13 @@ def _count_planes(
     num_pages = ask.num_pages
     if num_pages is None:
         assert room is not None
-        num_pages = max(1, min(int(room / each), most))
+        num_pages = max(1, min(math.floor(room / each * (1 + _SLACK)), most))
     # Pages that a step writes have base planes, and so has the one before each of them.
     written = 2 * max_num_seqs + -(-ask.max_num_batched_tokens // PAGE_SIZE)
     while True:
         cold = math.ceil(cold_share * num_pages)
         base = min(num_pages, max(num_pages - math.floor(cold_share * num_pages), written))
-        fine = math.ceil(fine_share * num_pages)
+        fine = math.floor(fine_share * num_pages * (1 + _SLACK))
         if room is None:
             return num_pages, base, num_pages, cold
         rest = room - num_pages * ask.keys(widths) - base * ask.base_bytes - cold * ask.cold_bytes

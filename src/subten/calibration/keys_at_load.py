@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -153,6 +152,6 @@ def _save(calibration: KeyCalibration, path: Path) -> None:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             written = Path(folder) / path.name
             save_file(tensors, written)
-            os.replace(written, path)
+            written.replace(path)
     except OSError as error:
         logger.warning("%s: not kept: %s", path, error)

@@ -23,7 +23,7 @@ from subten.kernels.cpu_linear import FEW_ROWS
 from subten.kernels.step import StepTensors, make_step
 
 Model = Callable[[StepTensors, Any], torch.Tensor]
-"""`model(step, pool.eager_step(spans)) -> logits_SV` float32, as `models.decoder.Decoder` has it."""
+"""`model(step, pool.eager_step(spans)) -> logits_SV` float32, as `Decoder` has it."""
 
 
 class Runner:
