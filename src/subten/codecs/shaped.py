@@ -399,12 +399,15 @@ def shaped_level(code: tl.tensor, BITS: tl.constexpr) -> Any:
     t = (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     if BITS == 2:
         t -= 1.5
-        return t * (1.01175 + 0.0574407 * (t * t))
-    if BITS == 3:
+        level = t * (1.01175 + 0.0574407 * (t * t))
+    elif BITS == 3:
         t -= 3.5
-        return t * (0.48836 + 0.0120003 * (t * t))
-    t -= 7.5
-    return t * (0.24286 + 0.002118 * (t * t))
+        level = t * (0.48836 + 0.0120003 * (t * t))
+    else:
+        tl.static_assert(BITS == 4)
+        t -= 7.5
+        level = t * (0.24286 + 0.002118 * (t * t))
+    return level
 
 
 @triton_jit

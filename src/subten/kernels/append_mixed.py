@@ -228,9 +228,9 @@ def check_append_mixed(
 
 
 # A program takes BLOCK_N tokens of one head, K in the first half of the grid and V in the second.
-# Bytes: 4 (K) + 2 or 4 (V) a channel read, 4 D^2 of feedback a program; written are the planes' bytes
-# and 4 D of exact rows. The chain over D channels makes the time of a decode step (shaped.py). Not
-# yet measured on a GPU.
+# Bytes: 4 (K) + 2 or 4 (V) a channel read, 4 D^2 of feedback a program; written are the bytes of
+# the planes and 4 D of exact rows. The chain over D channels makes the time of a decode step
+# (shaped.py). Not yet measured on a GPU.
 @triton_jit
 def _append_mixed_kernel(
     k_ptr: tl.tensor,
@@ -325,12 +325,12 @@ def _append_mixed_kernel(
                 is_out_D = is_out_D | (d == channel)
                 value_N = tl.sum(tl.where((d == channel)[None, :], exact_ND, 0.0), axis=1)
                 store_bf16(out_N, which, value_N, mask_N)
-        plane_N = k_plane_ptr + page_N * k_plane_stride + head * k_plane_stride_g
+        k_plane_N = k_plane_ptr + page_N * k_plane_stride + head * k_plane_stride_g
         is_bad_N = device_store_shaped(
             x_ND,
-            plane_N + row_N * QUARTER,
-            plane_N + PAGE * QUARTER + row_N * (HEAD_DIM * (BITS - 2) // 8),
-            plane_N + PAGE * (HEAD_DIM * BITS // 8) + row_N,
+            k_plane_N + row_N * QUARTER,
+            k_plane_N + PAGE * QUARTER + row_N * (HEAD_DIM * (BITS - 2) // 8),
+            k_plane_N + PAGE * (HEAD_DIM * BITS // 8) + row_N,
             mask_N,
             is_out_D,
             tl.full([], HEAD_DIM - NUM_OUTLIERS, tl.int32),

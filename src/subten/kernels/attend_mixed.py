@@ -8,16 +8,103 @@ positions, M rows of a tile (tokens x heads of one KV head), Z splits, C columns
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from subten.codecs.mixed import MixedFormat
+from subten.codecs.vq import codebook
 from subten.core import PAGE_SIZE
 from subten.kernels.attend import check_queries
-from subten.kernels.attend_tiles import check_table
+from subten.kernels.attend_mixed_device import attend_mixed_kernel
+from subten.kernels.attend_plan import AttendPlan
+from subten.kernels.attend_tiles import (
+    Partials,
+    check_table,
+    make_partials,
+    merge,
+    num_sms,
+    plan_for,
+    tile_args,
+    tile_constants,
+)
 from subten.kernels.mixed_pages import MixedPages, Window, read_exact, read_planes
+from subten.kernels.page_mass import add_sequences, add_tiles, make_shares
 from subten.kernels.step import StepTensors
+from subten.kernels.triton_shim import triton
+
+MAX_ROWS = 32
+"""Rows of a tile: products of so few run on mma.sync, whose operands stay in registers."""
+
+
+def attend_mixed(
+    q_THD: torch.Tensor,
+    pages: MixedPages,
+    fmt: MixedFormat,
+    step: StepTensors,
+    window: Window,
+    *,
+    scale: float,
+    rotation_DD: torch.Tensor,
+    mass_SP: torch.Tensor | None = None,
+    coef_THC: torch.Tensor | None = None,
+    table_PC: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`attend` over planes and exact rows; returns `out_THD` in q's dtype.
+
+    As `kernels.attend.attend` in all that is not said here: causal, prefill and decode in any mix,
+    splits, padding, rounding, determinism. A query at position p reads key n of its sequence
+    exactly if p - n < `window.size` and n >= `window.from_S`, from `pages.recent_NGE`; or if n is
+    below S and the sequence's first page has a sink plane; else from the planes of its page. So a
+    prompt reads what its tokens one by one would. Pages that are read must have a plane of values.
+
+    `q_THD` is turned as keys are (q A^-T where those are k A), and not turned here; `rotation_DD`,
+    by which the output is turned back, must be `codecs.rotation.hadamard(D)`.
+
+    `coef_THC` and `table_PC`, float32 and contiguous, both or none, add
+    scale * sum_c coef[t, h, c] * table[n, c] to the score of every key n, exact ones too: what keys
+    have lost that were stored less a part that their position tells. The table has a row for each
+    position up to `step.max_kv_len`. Products are FP32 under FP32 queries and TF32 otherwise.
+
+    `mass_SP` float32, shaped as `page_table_SP`: to each page of each sequence is added the softmax
+    weight that it got, summed over the step's queries and heads; a sequence's row grows by its
+    queries times H in all. Two launches more, three for steps that are not single tokens; the sums
+    have a fixed order.
+    """
+    check_mixed(q_THD, pages, fmt, step, window, rotation_DD, mass_SP)
+    check_table(q_THD, step, coef_THC, table_PC)
+    keywords: dict[str, Any] = {"scale": scale, "rotation_DD": rotation_DD, "mass_SP": mass_SP}
+    keywords |= {"coef_THC": coef_THC, "table_PC": table_PC}
+    if q_THD.device.type == "cpu" and q_THD.dtype != torch.float32:
+        # Triton's interpreter multiplies the bit patterns of bf16 dots and truncates bf16 casts.
+        return attend_mixed(q_THD.float(), pages, fmt, step, window, **keywords).to(q_THD.dtype)
+    out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    if len(step.tile_seq_Q) == 0 or len(q_THD) == 0:
+        return out_THD
+    plan = plan_for(q_THD, pages.num_kv_heads, step, num_sms(q_THD.device), MAX_ROWS)
+    # Quarters of other sizes do not make a row to turn: `merge` does that.
+    has_parts = plan.grid_splits > 1 or fmt.head_dim not in (64, 128, 256)
+    partials = Partials(out_THD, out_THD)
+    if has_parts:
+        partials = make_partials(q_THD, plan)
+    elif mass_SP is not None:
+        shape_THZ = (*q_THD.shape[:2], plan.num_splits)
+        partials = Partials(out_THD, q_THD.new_empty(shape_THZ, dtype=torch.float32))
+    call = _Call(q_THD, pages, fmt, window, plan, partials, scale, rotation_DD, coef_THC, table_PC)
+    if mass_SP is None:
+        _launch(call, step, None)
+    else:
+        num_blocks, group = pages.num_kv_heads * plan.head_blocks, call.group
+        shares = make_shares(q_THD, num_blocks, step, plan)
+        for first_tile, part in shares.parts(step):
+            _launch(call, part, shares.share_QBPM)
+            add_tiles(shares, first_tile, part, partials.lse_THZ, mass_SP, plan, group)
+        add_sequences(shares, step, mass_SP)
+    if has_parts:
+        merge(partials, out_THD, step, plan, tile_constants(q_THD, plan, rotation_DD))
+    return out_THD
 
 
 def attend_mixed_torch(
@@ -146,3 +233,77 @@ def check_mixed(
         )
         assert mass_SP.device == q_THD.device, (mass_SP.device, q_THD.device)
         assert mass_SP.stride(1) == 1, mass_SP.stride()
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What the launches of one call share."""
+
+    q_THD: torch.Tensor
+    pages: MixedPages
+    fmt: MixedFormat
+    window: Window
+    plan: AttendPlan
+    partials: Partials
+    scale: float
+    rotation_DD: torch.Tensor
+    coef_THC: torch.Tensor | None
+    table_PC: torch.Tensor | None
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.q_THD.shape[1] // self.pages.num_kv_heads
+
+
+def _launch(call: _Call, step: StepTensors, share_QBPM: torch.Tensor | None) -> None:
+    """Attend for the tiles of `step`; their shares go to `share_QBPM`, if there is one."""
+    pages, fmt, plan, window = call.pages, call.fmt, call.plan, call.window
+    some = call.partials.lse_THZ  # in place of a pointer that is not used
+    sink_XGB = pages.k_PGB if pages.sink_XGB is None else pages.sink_XGB
+    k_out_PGB = pages.k_PGB if pages.k_out_PGB is None else pages.k_out_PGB
+    pools = (pages.k_PGB, pages.vbase_XGB, pages.vfine_YGB, pages.vcold_ZGB)
+    pools += (pages.recent_NGE, sink_XGB, k_out_PGB)
+    width = 0 if call.table_PC is None else call.table_PC.shape[1]
+    has_cold = len(pages.vcold_ZGB) > 0
+    num_blocks = pages.num_kv_heads * plan.head_blocks
+    attend_mixed_kernel[(len(step.tile_seq_Q), num_blocks, plan.grid_splits)](
+        *tile_args(step, plan),
+        call.q_THD,
+        *call.q_THD.stride(),
+        step.page_table_SP,
+        step.page_table_SP.stride(0),
+        pages.place_P3,
+        *(part for pool in pools for part in (pool, *pool.stride()[:2])),
+        some if pages.sink_P is None else pages.sink_P,
+        some if pages.outlier_GO is None else pages.outlier_GO,
+        window.size,
+        window.base_S,
+        window.cap_S,
+        window.from_S,
+        codebook(call.q_THD.device) if has_cold else some,
+        some if call.coef_THC is None else call.coef_THC,
+        some if call.table_PC is None else call.table_PC,
+        call.partials.out_THZD,
+        call.partials.lse_THZ,
+        some if share_QBPM is None else share_QBPM,
+        0 if share_QBPM is None else share_QBPM.shape[2],
+        call.scale * math.log2(math.e),
+        BITS=pages.k_bits,
+        NUM_SINKS=pages.num_sinks(fmt),
+        NUM_OUTLIERS=pages.num_outliers,
+        BLOCK_O=max(16, triton.next_power_of_2(pages.num_outliers)),
+        HAS_COLD=has_cold,
+        WIDTH=width,
+        BLOCK_C=max(16, triton.next_power_of_2(width)),
+        TABLE_PRECISION="ieee" if call.q_THD.dtype == torch.float32 else "tf32",
+        GROUP=call.group,
+        BLOCK_H=plan.block_heads,
+        BLOCK_M=plan.block_rows,
+        BLOCK_J=max(16, triton.next_power_of_2(fmt.head_dim // 4)),
+        IS_SPLIT=call.partials.out_THZD.dim() == 4,
+        HAS_MASS=share_QBPM is not None,
+        **tile_constants(call.q_THD, plan, call.rotation_DD),
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+    )
