@@ -28,13 +28,11 @@ from subten.core import ConfigError, refuse
 
 if TYPE_CHECKING:
     from subten.bench.kv_menu import Menu
+    from subten.calibration.keys_at_load import KeyCalibration
     from subten.device import Device
     from subten.weights.load import LoadedModel
 
 CODECS_SHOWN = "bf16,fp8,int8,int4,fp4"
-
-CALIBRATION_WINDOW, CALIBRATION_WINDOWS = 2048, 6
-"""Tokens of a text that give mean keys and transforms: where its windows start, evenly apart."""
 
 TASKS = ("quality", "needles", "generation")
 
@@ -80,7 +78,9 @@ def eval_kv(
     calibration: Annotated[
         Path | None,
         typer.Option(
-            exists=True, dir_okay=False, help="Another text, from which adaptive schemes learn."
+            exists=True,
+            dir_okay=False,
+            help="Text that adaptive schemes learn from; default: the package's.",
         ),
     ] = None,
     num: Annotated[
@@ -107,7 +107,7 @@ def eval_kv(
     Examples:
       subten eval kv --text wiki.txt --kv-cache-dtype int4,fp4 --max-tokens 8192
       subten eval kv --model demo-dense --text wiki.txt --json quality.json
-      subten eval kv --text wiki.txt --window 2048 --scheme main --calibration book.txt
+      subten eval kv --text wiki.txt --window 2048 --scheme main --json kv.json
       subten eval kv --text book.txt --scheme main --task needles --window 512,2048
     """
     from subten.bench.records import add_records
@@ -145,7 +145,7 @@ def eval_kv(
     if task == "generation":
         rows = _generation(asked, scheme, loaded)
     else:
-        learned = None if calibration is None else _calibrate(loaded, calibration)
+        learned = _calibrate(loaded, calibration)
         run = _needles if task == "needles" else _scheme_quality
         rows = run(asked, scheme, loaded, learned)
     _report_records(rows, asked, detect(device), json)
@@ -234,23 +234,21 @@ def _codec_quality(
     report(result, quality_text(result), json)
 
 
-def _calibrate(loaded: LoadedModel, path: Path) -> Any:
-    """Statistics of stretches of a text, evenly apart."""
-    from subten.calibration.keys import key_statistics
+def _calibrate(loaded: LoadedModel, path: Path | None) -> KeyCalibration:
+    """As an engine does it at load."""
+    from subten.calibration.keys_at_load import calibrate_keys, shipped_text
+    from subten.config import cache_dir
 
     assert loaded.tokenizer is not None
-    ids = loaded.tokenizer.encode(_read(path))
-    size = min(CALIBRATION_WINDOW, loaded.config.max_model_len)
-    step = max(size, len(ids) // CALIBRATION_WINDOWS)
-    starts = range(0, len(ids), step)[:CALIBRATION_WINDOWS]
+    ids = loaded.tokenizer.encode(shipped_text() if path is None else _read(path))
     with progress("Calibrating") as update:
-        return key_statistics(loaded.model, [ids[i : i + size] for i in starts], progress=update)
+        return calibrate_keys(loaded.model, ids, folder=cache_dir(), progress=update)
 
 
-def _menu(loaded: LoadedModel, window: int, learned: Any) -> Menu:
+def _menu(loaded: LoadedModel, window: int, learned: KeyCalibration) -> Menu:
     from subten.bench.kv_menu import Menu
 
-    return Menu(loaded.config, window=window, statistics=learned)
+    return Menu(loaded.config, window=window, calibration=learned)
 
 
 def _scheme_quality(

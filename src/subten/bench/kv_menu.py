@@ -8,15 +8,14 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from subten.bench.kv_lab import EXACT, Scheme
-from subten.bench.kv_ours import KeyBasis, adaptive, layer_noise, protection_for
+from subten.bench.kv_ours import KeyBasis, adaptive, protection_for
 from subten.bench.kv_schemes import codec_scheme, comparison_schemes
-from subten.calibration.keys import KeyStatistics, KeyTransform, shaped_transform
+from subten.calibration.keys_at_load import KeyCalibration
 from subten.codecs import CODECS
 from subten.config import ModelConfig
 from subten.core import ConfigError, refuse
@@ -43,14 +42,12 @@ _ADAPTIVE = re.compile(r"adaptive-(?P<bits>\d+(\.\d+)?)(?P<cold>-cold)?(-(?P<wit
 
 
 class Menu:
-    """The schemes of a model for windows of one length; `statistics` None: nothing calibrated."""
+    """The schemes of a model for windows of one length."""
 
-    def __init__(
-        self, config: ModelConfig, *, window: int, statistics: KeyStatistics | None
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, window: int, calibration: KeyCalibration) -> None:
         self.config = config
         self.window = window
-        self.statistics = statistics
+        self.calibration = calibration
         self._others: Mapping[str, Scheme] = {
             scheme.name: scheme for scheme in comparison_schemes(config.head_dim)
         }
@@ -83,37 +80,19 @@ class Menu:
         if match is None or without not in (None, *PROTECTIONS):
             others = [f"adaptive-BITS[-cold][-{'|'.join(PROTECTIONS)}]", *CODECS, *self._others]
             raise refuse(ConfigError, "scheme", name, f"all, main, {', '.join(others)}")
-        if self.statistics is None and without != "plain":
-            raise refuse(ConfigError, "calibration", "none", f"a text, for {name}")
-        head_dim = self.config.head_dim
         protection = protection_for(
             float(match["bits"]),
+            self.config,
             num_tokens=self.window,
-            head_dim=head_dim,
-            noise_L=self._noise,
+            noise_L=self.calibration.noise_L.tolist(),
             has_cold=match["cold"] is not None,
         )
         if without == "nosinks":
             protection = replace(protection, sinks=0)
         elif without == "nowindow":
             protection = replace(protection, window=0)
-        return adaptive(name, protection, self._basis(without), head_dim=head_dim)
-
-    def _basis(self, without: str | None) -> KeyBasis:
-        if self.statistics is None or without == "plain":
-            return KeyBasis()
-        mean_key_LGD = self.statistics.mean_key_LGD
-        if without == "stripped":
-            return KeyBasis(mean_key_LGD=mean_key_LGD)
-        return KeyBasis(mean_key_LGD=mean_key_LGD, transform=self._transform)
-
-    @functools.cached_property
-    def _transform(self) -> KeyTransform:
-        assert self.statistics is not None
-        return shaped_transform(self.statistics)
-
-    @functools.cached_property
-    def _noise(self) -> list[float]:
-        if self.statistics is None:
-            return [0.0] * self.config.num_layers
-        return layer_noise(self.statistics, self._transform)
+        basis = KeyBasis(
+            calibration=None if without == "plain" else self.calibration,
+            is_turned=without != "stripped",
+        )
+        return adaptive(name, protection, basis, head_dim=self.config.head_dim)
