@@ -1,4 +1,4 @@
-"""`subten eval kv`: what a KV cache costs in quality."""
+"""`subten eval`: what a KV cache costs in quality."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from subten.cli_options import (
     ModelOption,
     QuantizationOption,
     QuantizeHeadOption,
+    print_json,
     progress,
     report,
     resolve_model,
@@ -149,6 +150,39 @@ def eval_kv(
         run = _needles if task == "needles" else _scheme_quality
         rows = run(asked, scheme, loaded, learned)
     _report_records(rows, asked, detect(device), json)
+
+
+def eval_keys(json: JsonFileOption = None) -> None:
+    """How much of synthetic keys is lost, with and without stripping what they share.
+
+    Keys with outlier channels as in Llama, with the large bias of Qwen2.5, and under a norm as in
+    Qwen3: the squared error over the energy of what differs between keys. With --json FILE records
+    join those in the file.
+
+    \b
+    Example:
+      subten eval keys --json kv-quality.json
+    """
+    from subten.bench.kv_synthetic import measure_keys
+    from subten.bench.records import add_records, origin
+    from subten.bench.report import text_table
+    from subten.device import detect
+
+    where = origin(detect("cpu"))
+    records = [{"kind": "kv_synthetic", **row, **where} for row in measure_keys()]
+    if json == Path("-"):
+        for record in records:
+            print_json(record)
+        return
+    header = ["keys", "codec", "true bits", "relative error"]
+    keys = ("model", "scheme", "true_bits", "relative_key_error")
+    typer.echo(text_table(header, [[_cell(r[key]) for key in keys] for r in records]))
+    if json is not None:
+        add_records(json, records)
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -313,8 +347,6 @@ def _report_records(
         if json is not None and json != Path("-"):
             add_records(json, [record])
         if json == Path("-"):
-            from subten.cli_options import print_json
-
             print_json(record)
         else:
             typer.echo(record_text(record))

@@ -8,7 +8,7 @@ import typer
 
 from subten.cli_bench import bench_kernels, codec_list, integer_list, latency_of_shape
 from subten.cli_bench_serve import bench_serve
-from subten.cli_eval import eval_kv
+from subten.cli_eval import eval_keys, eval_kv
 from subten.cli_options import (
     DEMO,
     BackendOption,
@@ -41,6 +41,7 @@ def register(app: typer.Typer) -> None:
     """Add these commands to the `subten` command."""
     app.command()(plan)
     eval_app.command("kv")(eval_kv)
+    eval_app.command("keys")(eval_keys)
     app.add_typer(eval_app, name="eval")
     bench_app.command("kernels")(bench_kernels)
     bench_app.command("serve")(bench_serve)

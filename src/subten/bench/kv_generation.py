@@ -18,7 +18,7 @@ import torch
 
 from subten.bench.kv_lab import EXACT, hidden_states, logits
 from subten.codecs import CODECS
-from subten.core import ConfigError, RequestError, SamplingParams, refuse
+from subten.core import PAGE_SIZE, ConfigError, RequestError, SamplingParams, refuse
 from subten.engine.llm import LLM
 from subten.weights.load import LoadedModel
 
@@ -119,7 +119,14 @@ def _write(
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     dtype = str(loaded.dtype).removeprefix("torch.")
     with LLM(
-        loaded.name, device=device, dtype=dtype, max_model_len=length, max_num_seqs=1, **options
+        loaded.name,
+        device=device,
+        dtype=dtype,
+        max_model_len=length,
+        max_num_seqs=1,
+        # No more than this answer needs: other runs may share the device.
+        num_pages=-(-length // PAGE_SIZE),
+        **options,
     ) as llm:
         (done,) = llm.generate([list(prompt_ids)], params)
         bits = options.get("kv_bits_budget", llm.pool.full_page_bits)
