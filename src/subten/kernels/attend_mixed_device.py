@@ -462,7 +462,7 @@ def _attend_page(
         if NUM_SINKS > 0:
             is_first = index == 0
             sink_id = tl.load(sink_of_ptr + page, mask=is_first, other=-1).to(tl.int64)
-            is_sink_N = (row_N < NUM_SINKS) & (key_N < num_keys) & (sink_id >= 0)
+            is_sink_N = (row_N < tl.where(sink_id >= 0, NUM_SINKS, 0)) & (key_N < num_keys)
             sink_N = sink_ptr + tl.maximum(sink_id, 0) * sink_stride + row_N * (2 * HEAD_DIM)
         is_near_MN = position_M[:, None] - key_N[None, :] < window
         is_exact_MN = (is_near_MN & is_recent_N[None, :]) | is_sink_N[None, :]
