@@ -82,7 +82,10 @@ def make_scene(
     """Every second sequence has lost recent rows before some key (`from_S`)."""
     caps = [size + new for new in num_new]
     bases = [3 + sum(caps[:s]) for s in range(len(caps))]
-    froms = [max(0, end - new - 5) * (s % 2) for s, (end, new) in enumerate(zip(lengths, num_new))]
+    froms = [
+        max(0, end - new - 5) * (s % 2)
+        for s, (end, new) in enumerate(zip(lengths, num_new, strict=True))
+    ]
     sinks = [(page % 3) - 1 for page in range(len(places))]
     fmt, pages = make_pages(
         generator,
@@ -133,7 +136,7 @@ def pairs(plane_B: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def page_rows(scene: Scene, page: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a page as its planes have them, FP64 [64, D], by the layout in docs/kv-cache.md."""
+    """K and V of a page as its planes have them, FP64 [64, D]; layout of docs/kv-cache.md."""
     pages, head_dim = scene.pages, scene.fmt.head_dim
     bits, device = pages.k_bits, pages.k_PGB.device
     plane_B = pages.k_PGB[page, head]
@@ -198,7 +201,9 @@ def dense(
             sink = -1 if pages.sink_P is None else int(pages.sink_P[ids[0]])
             for h in range(q_THD.shape[1]):
                 g = h // group
-                kv_2ND = [torch.cat(parts)[: position + 1].clone() for parts in zip(*rows[g])]
+                kv_2ND = [
+                    torch.cat(parts)[: position + 1].clone() for parts in zip(*rows[g], strict=True)
+                ]
                 for half, x_ND in enumerate(kv_2ND):
                     recent_ND = pages.recent_NGE[row_N, g].double()
                     x_ND[near_N] = recent_ND[:, half * head_dim :][:, :head_dim]
@@ -272,7 +277,7 @@ SHORT: dict[str, Any] = {"page_ids": [[2], [4]], "lengths": [2, 19], "num_new": 
     ("layout", "head_dim", "options"),
     [
         (DECODE, 48, {"num_kv_heads": 2, "bits": 4}),
-        (DECODE, 64, {"bits": 3, "num_outliers": 2, "num_sinks": 0}),
+        (SHORT, 64, {"bits": 3, "num_outliers": 2, "num_sinks": 0}),
         (MIXED, 32, {"bits": 2, "num_outliers": 1}),
         (MIXED, 64, {"bits": 3, "size": 70, "num_sinks": 5}),
         (SHORT, 16, {"bits": 3, "size": 8}),

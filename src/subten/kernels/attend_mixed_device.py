@@ -457,7 +457,8 @@ def _attend_page(
     is_exact_MN = (position_M < -1)[:, None] & is_sink_N[None, :]
     recent_N, sink_N, is_recent_N = recent_ptr + row_N, sink_ptr + row_N, is_sink_N
     if EXACT:
-        is_recent_N = (key_N >= first_near) & (key_N >= recent_from) & (key_N < num_keys)
+        is_recent_N = (key_N >= first_near) & (key_N >= recent_from)
+        is_recent_N = is_recent_N & (key_N < tl.where(window > 0, num_keys, 0))
         recent_N = recent_ptr + (recent_base + key_N % recent_cap) * recent_stride
         if NUM_SINKS > 0:
             is_first = index == 0
