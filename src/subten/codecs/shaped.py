@@ -299,12 +299,8 @@ def _chained_codes(
         u7 += e6 * tl.load(m + 6 * HEAD_DIM + 7)
         c7, e7 = _pick(u7, y7, x7, BITS, HAS_OUTLIERS)
         mask_D = d < HEAD_DIM
-        want_ND, code_ND = _spread(
-            want_ND, code_ND, e0, c0, row, block * 8, mask_D
-        )
-        want_ND, code_ND = _spread(
-            want_ND, code_ND, e1, c1, row + HEAD_DIM, block * 8 + 1, mask_D
-        )
+        want_ND, code_ND = _spread(want_ND, code_ND, e0, c0, row, block * 8, mask_D)
+        want_ND, code_ND = _spread(want_ND, code_ND, e1, c1, row + HEAD_DIM, block * 8 + 1, mask_D)
         want_ND, code_ND = _spread(
             want_ND, code_ND, e2, c2, row + 2 * HEAD_DIM, block * 8 + 2, mask_D
         )
