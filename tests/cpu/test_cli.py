@@ -127,10 +127,10 @@ def test_generate_counts_the_pages_of_an_adaptive_cache_by_rung(model):
     options = ("--kv-cache-dtype", "adaptive", "--kv-sink-tokens", "0", "--raw", "--ignore-eos")
     value = run_json("generate", "x" * 150, "--model", model, *options, "--max-tokens=2", "--json")
     assert value["kv_cache_dtype"] == "adaptive"
-    assert value["kv_pages"] == {"hot": 1, "k4v4": 2}
-    # 2 layers x 2 KV heads: BF16 rows; codes, norms (128 bytes are the least) and refinements.
-    page_bytes = {"hot": 4 * 64 * 64, "k4v4": 4 * (2 * (64 * 4 + 128) + 2 * 64 * 4)}
-    assert value["kv_bytes"] == page_bytes["hot"] + 2 * page_bytes["k4v4"]
+    assert value["kv_pages"] == {"v4": 3}
+    # 2 layers x 2 KV heads: keys and values of 4 bits and a byte a row; 32 recent rows of BF16.
+    page_bytes = 4 * 2 * 64 * (16 // 2 + 1)
+    assert value["kv_bytes"] == 3 * page_bytes + 4 * 32 * 2 * 16 * 2
     assert value["kv_true_bits"] == pytest.approx(value["kv_bytes"] * 8 / (151 * 4 * 32))
 
 

@@ -457,12 +457,13 @@ def _attend_page(
     is_exact_MN = (position_M < -1)[:, None] & is_sink_N[None, :]
     recent_N, sink_N, is_recent_N = recent_ptr + row_N, sink_ptr + row_N, is_sink_N
     if EXACT:
-        is_recent_N = (key_N >= first_near) & (key_N >= recent_from) & (key_N < num_keys)
+        is_recent_N = (key_N >= first_near) & (key_N >= recent_from)
+        is_recent_N = is_recent_N & (key_N < tl.where(window > 0, num_keys, 0))
         recent_N = recent_ptr + (recent_base + key_N % recent_cap) * recent_stride
         if NUM_SINKS > 0:
             is_first = index == 0
             sink_id = tl.load(sink_of_ptr + page, mask=is_first, other=-1).to(tl.int64)
-            is_sink_N = (row_N < NUM_SINKS) & (key_N < num_keys) & (sink_id >= 0)
+            is_sink_N = (row_N < tl.where(sink_id >= 0, NUM_SINKS, 0)) & (key_N < num_keys)
             sink_N = sink_ptr + tl.maximum(sink_id, 0) * sink_stride + row_N * (2 * HEAD_DIM)
         is_near_MN = position_M[:, None] - key_N[None, :] < window
         is_exact_MN = (is_near_MN & is_recent_N[None, :]) | is_sink_N[None, :]
