@@ -205,12 +205,15 @@ def hidden_states(
         see(rows, q_HTD)
         keys, values = scheme.encode(rows)
         # To attention, heads of other windows are other heads.
-        versions = (
-            [x_GTD.reshape(-1, *x_GTD.shape[-2:]) for x_GTD in side] for side in (keys, values)
+        out_HTD = attend_tiers(
+            _flat(q_HTD),
+            [_flat(key_GTD) for key_GTD in keys],
+            [_flat(value_GTD) for value_GTD in values],
+            scheme,
+            scale=model.config.head_dim**-0.5,
+            views=views,
         )
-        flat_HTD = q_HTD.reshape(-1, *q_HTD.shape[-2:])
-        scale = model.config.head_dim**-0.5
-        return attend_tiers(flat_HTD, *versions, scheme, scale=scale, views=views).view_as(q_HTD)
+        return out_HTD.view_as(q_HTD)
 
     x_WTD = embed(model, id_WT)
     for index in range(len(model.layers)):
@@ -316,6 +319,10 @@ EXACT = Scheme(
     tiers=lambda page: (torch.zeros(page + 1, dtype=torch.int64),) * 2,
 )
 """The reference: every row as it is."""
+
+
+def _flat(x_GTD: torch.Tensor) -> torch.Tensor:
+    return x_GTD.reshape(-1, *x_GTD.shape[-2:])
 
 
 def _with_sinks(x_GTD: torch.Tensor, exact_GTD: torch.Tensor, scheme: Scheme) -> torch.Tensor:

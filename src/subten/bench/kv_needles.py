@@ -130,4 +130,4 @@ def _right(model: Decoder, needles: Needles, scheme: Scheme) -> torch.Tensor:
 
 
 def _by_depth(right_WA: torch.Tensor) -> list[float]:
-    return right_WA.all(dim=1).view(len(DEPTHS), -1).double().mean(dim=1).tolist()  # type: ignore[no-any-return]
+    return right_WA.all(dim=1).view(len(DEPTHS), -1).double().mean(dim=1).tolist()

@@ -39,8 +39,10 @@ Attend = Callable[[LayerRows, torch.Tensor], torch.Tensor]
 
 def attend_exact(rows: LayerRows, q_HTD: torch.Tensor) -> torch.Tensor:
     """Causal attention over the rows as they are."""
-    rows_4 = (x.reshape(-1, *x.shape[-3:]) for x in (q_HTD, rows.key_GTD, rows.value_GTD))
-    out_WHTD = F.scaled_dot_product_attention(*rows_4, is_causal=True, enable_gqa=True)
+    q_4, key_4, value_4 = (
+        x.reshape(-1, *x.shape[-3:]) for x in (q_HTD, rows.key_GTD, rows.value_GTD)
+    )
+    out_WHTD = F.scaled_dot_product_attention(q_4, key_4, value_4, is_causal=True, enable_gqa=True)
     return out_WHTD.view_as(q_HTD)
 
 
