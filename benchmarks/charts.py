@@ -53,6 +53,38 @@ def kv_quality(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def kv_schemes(records: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Mean KL divergence over true bits of every scheme on one text, a panel for each model."""
+    models = sorted({record["model"] for record in records})
+    figure = Figure(figsize=(7 * len(models), 5), layout="constrained")
+    panels = figure.subplots(1, len(models), squeeze=False, sharey=True)[0]
+    for axes, model in zip(panels, models, strict=True):
+        for ours, marker, label in ((True, "o", "Subten"), (False, "s", "others")):
+            found = [r for r in records if r["model"] == model and r["ours"] is ours]
+            found = [r for r in found if r["kld_mean"] > 0]
+            places = [(r["true_bits"], r["kld_mean"]) for r in found]
+            if places:
+                axes.plot(*zip(*places, strict=True), marker, label=label)
+            for record, place in zip(found, places, strict=True):
+                axes.annotate(
+                    record["scheme"],
+                    place,
+                    xytext=(5, 3),
+                    textcoords="offset points",
+                    fontsize="x-small",
+                )
+        axes.set_yscale("log")
+        axes.margins(x=0.12)
+        axes.set_xlabel("true bits per cached element at the end of a window, all counted")
+        axes.set_ylabel("mean KLD from a bf16 cache, nats")
+        text, window = records[0]["text"], records[0]["window"]
+        title = f"{LABELS.get(model, model)}: {text}, windows of {window}"
+        axes.set_title(title, fontsize="medium")
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=110)
+
+
 def decode(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Milliseconds a token at batch 1: measured, and the floor in it; a panel for each shape."""
     peers = [result for result in results if result["kind"] == "peer_latency"]
@@ -103,6 +135,12 @@ def main() -> None:
     if quality:
         quality.sort(key=lambda result: str(result["model"]))
         kv_quality(quality, IMAGES / "kv-quality.png")
+    schemes: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for record in results:
+        if record.get("kind") == "kv_scheme_quality":
+            schemes.setdefault((record["text"], record["window"]), []).append(record)
+    for (text, window), records in schemes.items():
+        kv_schemes(records, IMAGES / f"kv-schemes-{Path(text).stem}-{window}.png")
     decoding = [r for r in results if r.get("kind") in ("decode_latency", "peer_latency")]
     if any(r["kind"] == "decode_latency" and r["batch_size"] == 1 for r in decoding):
         decode(decoding, IMAGES / "decode.png")

@@ -1,6 +1,6 @@
 """Makes the tables of the documents from the JSON files under benchmarks/results.
 
-    python benchmarks/tables.py           rewrites README.md and docs/performance.md
+    python benchmarks/tables.py           rewrites README.md and documents under docs/
     python benchmarks/tables.py --check   exits with 1 if they would change
 
 A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`.
@@ -102,6 +102,89 @@ def quality_table(results: Results) -> str:
         for row in result["results"]
     ]
     return _table(["model, text", "KV cache", "true bits", *QUALITY_HEADER], rows)
+
+
+def schemes_table(results: Results) -> str:
+    """Perplexity and KLD of ways to keep a cache, ours and others', by bits."""
+    rows = [
+        [
+            f"{row['model']}, {row['text']}, {row['window']}",
+            f"**{row['scheme']}**" if row["ours"] else row["scheme"],
+            f"{row['true_bits']:.3f}",
+            f"{row['true_bits_mean']:.3f}",
+            f"{row['ppl']:.3f}",
+            f"{(row['ppl_ratio'] - 1) * 100:+.2f} %",
+            f"{row['kld_mean']:.5f}",
+            f"{row['kld_p999']:.4f}",
+            f"{row['top1_agreement'] * 100:.2f} %",
+            str(row["num_tokens"]),
+        ]
+        for row in sorted(_of_kind(results, "kv_scheme_quality"), key=_scheme_key)
+    ]
+    header = ["model, text, window", "scheme (bold: ours)", "true bits, end of window", "mean"]
+    return _table([*header, *QUALITY_HEADER], rows)
+
+
+def needles_table(results: Results) -> str:
+    """Needles found in a long text, by how deep they lay."""
+    records = sorted(_of_kind(results, "kv_needles"), key=_scheme_key)
+    depths = records[0]["depths"] if records else []
+    rows = [
+        [
+            f"{row['model']}, {row['window']}",
+            f"**{row['scheme']}**" if row["ours"] else row["scheme"],
+            f"{row['true_bits']:.3f}",
+            *(
+                f"{found * 100:.0f} % ({reference * 100:.0f} %)"
+                for found, reference in zip(row["found"], row["found_reference"], strict=True)
+            ),
+            f"{row['digits'] * 100:.0f} % ({row['digits_reference'] * 100:.0f} %)",
+            str(row["num_needles"]),
+        ]
+        for row in records
+    ]
+    header = ["model, tokens", "scheme (bold: ours)", "true bits"]
+    header += [f"depth {depth:g}" for depth in depths]
+    return _table([*header, "digits right", "needles"], rows)
+
+
+def generation_table(results: Results) -> str:
+    """Long greedy answers: whether they stay text."""
+    rows = [
+        [
+            row["model"],
+            row["scheme"],
+            f"{row['true_bits']:.3f}",
+            str(row["num_tokens"]),
+            f"{row['repeated_4'] * 100:.0f} %",
+            *(f"{row[f'distinct_{n}'] * 100:.0f} %" for n in (1, 2, 3)),
+            f"{row['ppl']:.2f}",
+            " ".join(f"{ppl:.1f}" for ppl in row["ppl_quarters"]),
+            str(row["same_as_reference"]),
+        ]
+        for row in sorted(_of_kind(results, "kv_generation"), key=_scheme_key)
+    ]
+    header = ["model", "KV cache", "true bits", "tokens", "4-grams repeated", "distinct words"]
+    header += ["2-grams", "3-grams", "perplexity to the reference", "by quarters"]
+    return _table([*header, "first other token"], rows)
+
+
+def keys_table(results: Results) -> str:
+    """Synthetic keys, with and without stripping."""
+    rows = [
+        [
+            row["model"].removeprefix("synthetic "),
+            row["scheme"],
+            f"{row['true_bits']:.3f}",
+            f"{row['relative_key_error']:.4f}",
+        ]
+        for row in _of_kind(results, "kv_synthetic")
+    ]
+    return _table(["keys as of", "codec", "true bits", "relative key error"], rows)
+
+
+def _scheme_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (row["model"], row["text"], row["window"], -row["true_bits"], row["scheme"])
 
 
 def weights_table(results: Results) -> str:
@@ -288,6 +371,10 @@ TABLES: Mapping[str, Callable[[Results], str]] = {
     "demo": demo_table,
     "latency": latency_table,
     "quality": quality_table,
+    "schemes": schemes_table,
+    "needles": needles_table,
+    "generation": generation_table,
+    "keys": keys_table,
     "weights": weights_table,
     "moe": moe_table,
     "formats": formats_table,
@@ -298,7 +385,7 @@ TABLES: Mapping[str, Callable[[Results], str]] = {
     "runs": runs_table,
 }
 
-DOCUMENTS = ("README.md", "docs/performance.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/kv-cache.md")
 """Texts with marked tables."""
 
 

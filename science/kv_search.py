@@ -1,149 +1,105 @@
-"""Which protection of a low-bit cache is worth its bits: keys and values apart, then together.
+"""Which protection of a low-bit cache is worth its bits: keys and values apart.
 
-    python science/kv_search.py TEXT CALIBRATION_TEXT [--window 1024] [--windows 1] [SCHEME ...]
+    python science/kv_search.py TEXT [--window 1024] [--windows 1] [--calibration TEXT] [SCHEME ...]
 
-Reads TEXT with the dense demo model in float32 under each scheme (all of them by default, see
-`schemes`) and prints bits, perplexity and KL divergence from exact rows. CALIBRATION_TEXT, another
-text, gives the mean keys and the transforms. A window of 1,024 takes about 10 s a scheme on one
-core.
+Reads TEXT with the dense demo model in float32 with keys alone, or values alone, encoded (all
+schemes by default, see `schemes`) and prints bits, perplexity and KL divergence from exact rows.
+Whole schemes, ours and others', are in `subten eval kv --scheme`. A window of 1,024 takes about
+20 s a scheme on one core.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from subten.bench.kv_calibration import (
-    KeyStatistics,
-    KeyTransform,
-    balanced_transform,
-    key_statistics,
-    shaped_transform,
-)
-from subten.bench.kv_lab import Scheme, all_encoded, evaluate_schemes
-from subten.bench.kv_schemes import (
-    KeyCoder,
-    RowCoder,
-    alone,
-    byte_norm,
-    codec_scheme,
-    comparison_schemes,
-    ladder,
-    lloyd_max_rows,
-    protected,
-    shaped_rows,
-)
+from subten.bench.kv_lab import EXACT_BITS, Scheme, all_encoded, evaluate_schemes
+from subten.bench.kv_ours import BASE, COLD, FINE, KeyBasis, shaped, value_versions
 from subten.bench.report import text_table
+from subten.calibration.keys_at_load import KeyCalibration, calibrate_keys, shipped_text
+from subten.calibration.rows import LayerRows
+from subten.codecs.mixed import MixedFormat
+from subten.codecs.rotation import hadamard
+from subten.codecs.shaped import WIDTHS
+from subten.core import PAGE_SIZE
 from subten.weights.load import load_model
 from subten.weights.upcycled import find_demo_gguf
 
-CALIBRATION_WINDOW, CALIBRATION_WINDOWS = 2048, 6
+SINKS = 4
 
 
-def schemes(statistics: KeyStatistics, head_dim: int) -> list[Scheme]:
+def schemes(calibration: KeyCalibration, head_dim: int) -> list[Scheme]:
     """Every row of the table."""
-    norm_bits = 16 / head_dim
-    balanced, shaped = balanced_transform(statistics), shaped_transform(statistics)
-
-    def rows(bits: int) -> tuple[RowCoder, float]:
-        return partial(lloyd_max_rows, bits=bits), bits + norm_bits
-
-    def key_rows(bits: int) -> tuple[KeyCoder, float]:
-        coder, true_bits = rows(bits)
-        return alone(coder), true_bits
-
-    def shaped_keys(bits: int) -> tuple[KeyCoder, float]:
-        return partial(shaped_rows, bits=bits), bits + norm_bits
-
-    def exact_rows(x_D: torch.Tensor) -> torch.Tensor:
-        return x_D
-
-    exact = (exact_rows, 16.0)
-    exact_keys = (alone(exact_rows), 16.0)
-
-    def keys_only(
-        name: str, key: tuple[KeyCoder, float], transform: KeyTransform | None, window: int = 0
-    ) -> Scheme:
-        return protected(
-            name,
-            keys=[key],
-            values=[exact],
-            tiers=all_encoded,
-            statistics=statistics,
-            transform=transform,
-            sinks=4,
-            window=window,
-        )
-
-    def values_only(name: str, bits: int, window: int = 0, sinks: int = 4) -> Scheme:
-        return protected(
-            name,
-            keys=[exact_keys],
-            values=[rows(bits)],
-            tiers=all_encoded,
-            statistics=statistics,
-            sinks=sinks,
-            window=window,
-        )
-
-    def both(
-        name: str, keys: list[int], values: list[int], steps: list[tuple[int | None, int, int]]
-    ) -> Scheme:
-        return protected(
-            name,
-            keys=[shaped_keys(bits) for bits in keys],
-            values=[rows(bits) for bits in values],
-            tiers=ladder(steps),
-            statistics=statistics,
-            transform=shaped,
-            sinks=4,
-            window=64,
-        )
-
-    found = [codec_scheme(name, head_dim) for name in ("fp8", "int8", "int4", "int2")]
-    found += comparison_schemes(head_dim)
-    for bits in (2, 3, 4):
-        found += [
-            keys_only(f"K{bits} Hadamard", key_rows(bits), None),
-            keys_only(f"K{bits} balanced", key_rows(bits), balanced),
-            keys_only(f"K{bits} shaped", shaped_keys(bits), shaped),
-            keys_only(f"K{bits} shaped, window 64", shaped_keys(bits), shaped, window=64),
-            values_only(f"V{bits}", bits),
-            values_only(f"V{bits}, window 64", bits, window=64),
-            values_only(f"V{bits}, no sinks", bits, sinks=0),
-        ]
-    found += [
-        both("K4 V4/V3", [4], [4, 3], [(6, 1, 1), (None, 1, 2)]),
-        protected(
-            "K3 V4/V2, byte norms",
-            keys=[(partial(shaped_rows, bits=3, norm=byte_norm), 3 + norm_bits / 2)],
-            values=[
-                (partial(lloyd_max_rows, bits=bits, norm=byte_norm), bits + norm_bits / 2)
-                for bits in (4, 2)
-            ],
-            tiers=ladder([(12, 1, 1), (None, 1, 2)]),
-            statistics=statistics,
-            transform=shaped,
-            sinks=4,
-            window=32,
-        ),
-        both("K3 V2", [3], [2], [(None, 1, 1)]),
-        both("K3/K2 V2", [3, 2], [2], [(72, 1, 1), (None, 2, 1)]),
-        both("K2 V2", [2], [2], [(None, 1, 1)]),
-    ]
+    fmt, elements = MixedFormat(head_dim=head_dim), PAGE_SIZE * head_dim / 8
+    bases = {
+        "Hadamard": KeyBasis(),
+        "stripped": KeyBasis(calibration=calibration, is_turned=False),
+        "shaped": KeyBasis(calibration=calibration),
+    }
+    found = []
+    for width in WIDTHS:
+        for name, basis in bases.items():
+            bits = fmt.k_bytes(width) / elements
+            found.append(_keys(f"K{width} {name}", width, basis, bits=bits))
+        shaped_bits = fmt.k_bytes(width) / elements
+        name = f"K{width} shaped, window 32"
+        found.append(_keys(name, width, bases["shaped"], bits=shaped_bits, window=32))
+    sizes = {FINE: fmt.base_bytes + fmt.fine_bytes, BASE: fmt.base_bytes, COLD: fmt.cold_bytes}
+    for name, kind in (("V4", FINE), ("V2", BASE), ("V1.5", COLD)):
+        bits = sizes[kind] / elements
+        found.append(_values(name, kind, bits=bits))
+        found.append(_values(f"{name}, window 32", kind, bits=bits, window=32))
+        found.append(_values(f"{name}, no sinks", kind, bits=bits, sinks=0))
     return found
+
+
+def _keys(name: str, width: int, basis: KeyBasis, *, bits: float, window: int = 0) -> Scheme:
+    def encode(rows: LayerRows) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        stored_GTD, shift_GTD, inverse_DD = basis.turned(rows)
+        coded_GTD = shaped(stored_GTD, width, basis.feedback(rows.layer))
+        return [rows.key_GTD, coded_GTD @ inverse_DD + shift_GTD], [rows.value_GTD] * 2
+
+    return Scheme(
+        name=name,
+        ours=True,
+        encode=encode,
+        key_bits=(EXACT_BITS, bits),
+        value_bits=(EXACT_BITS, EXACT_BITS),
+        tiers=all_encoded,
+        sinks=SINKS,
+        key_window=window,
+        is_beside=True,
+    )
+
+
+def _values(name: str, kind: int, *, bits: float, window: int = 0, sinks: int = SINKS) -> Scheme:
+    def encode(rows: LayerRows) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        rotation_DD = hadamard(rows.value_GTD.shape[-1], rows.value_GTD.device)
+        coded_GTD = value_versions(rows.value_GTD @ rotation_DD, [kind])[1] @ rotation_DD.mT
+        return [rows.key_GTD] * 2, [rows.value_GTD, coded_GTD]
+
+    return Scheme(
+        name=name,
+        ours=True,
+        encode=encode,
+        key_bits=(EXACT_BITS, EXACT_BITS),
+        value_bits=(EXACT_BITS, bits),
+        tiers=all_encoded,
+        sinks=sinks,
+        value_window=window,
+        is_beside=True,
+    )
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("text", type=Path)
-    parser.add_argument("calibration_text", type=Path)
     parser.add_argument("schemes", nargs="*")
+    parser.add_argument("--calibration", type=Path)
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--windows", type=int, default=1)
     args = parser.parse_args()
@@ -155,18 +111,16 @@ def main() -> None:
         kv_cache_dtype="bf16",
     )
     assert loaded.tokenizer is not None
-    ids = []
-    wanted = (args.windows * args.window, CALIBRATION_WINDOWS * CALIBRATION_WINDOW)
-    for path, count in zip((args.text, args.calibration_text), wanted, strict=True):
-        ids.append(loaded.tokenizer.encode(path.read_text(encoding="utf-8")[: 8 * count])[:count])
-    size = CALIBRATION_WINDOW
-    parts = [ids[1][i : i + size] for i in range(0, len(ids[1]), size)]
-    table = schemes(key_statistics(loaded.model, parts), loaded.model.config.head_dim)
-    chosen = [scheme for scheme in table if not args.schemes or scheme.name in args.schemes]
+    text = args.calibration.read_text(encoding="utf-8") if args.calibration else shipped_text()
+    calibration = calibrate_keys(loaded.model, loaded.tokenizer.encode(text), folder=None)
+    count = args.windows * args.window
+    # A token has fewer than 8 characters in the mean.
+    ids = loaded.tokenizer.encode(args.text.read_text(encoding="utf-8")[: 8 * count])[:count]
+    table = schemes(calibration, loaded.config.head_dim)
     rows = evaluate_schemes(
         loaded.model,
-        ids[0],
-        chosen,
+        ids,
+        [scheme for scheme in table if not args.schemes or scheme.name in args.schemes],
         window=args.window,
         progress=lambda share: print(f"\r{share:4.0%}", end="", file=sys.stderr, flush=True),
     )

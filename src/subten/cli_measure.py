@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from subten.cli_bench import bench_kernels, codec_list, integer_list, latency_of_shape
 from subten.cli_bench_serve import bench_serve
+from subten.cli_eval import eval_keys, eval_kv
 from subten.cli_options import (
     DEMO,
     BackendOption,
@@ -22,8 +21,6 @@ from subten.cli_options import (
     KVCachesOption,
     MaxModelLenOption,
     ModelOption,
-    QuantizationOption,
-    QuantizeHeadOption,
     new_app,
     print_json,
     progress,
@@ -43,6 +40,8 @@ bench_app = new_app("Measure speed.")
 def register(app: typer.Typer) -> None:
     """Add these commands to the `subten` command."""
     app.command()(plan)
+    eval_app.command("kv")(eval_kv)
+    eval_app.command("keys")(eval_keys)
     app.add_typer(eval_app, name="eval")
     bench_app.command("kernels")(bench_kernels)
     bench_app.command("serve")(bench_serve)
@@ -197,113 +196,6 @@ def _default_memory() -> float:
 
     found = detect()
     return float(found.memory_bytes if found.kind == "cuda" else H200_MEMORY_BYTES)
-
-
-@eval_app.command("kv")
-def eval_kv(
-    text: Annotated[
-        Path, typer.Option(exists=True, dir_okay=False, readable=True, help="UTF-8 text file.")
-    ],
-    model: ModelOption = DEMO,
-    kv_cache_dtype: KVCachesOption = "bf16,fp8,int8,int4,fp4",
-    window: Annotated[int, typer.Option(help="Tokens read together; windows are apart.")] = 1024,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Take the first N tokens of the text; default: all.")
-    ] = None,
-    device: DeviceOption = "auto",
-    backend: BackendOption = "auto",
-    dtype: DtypeOption = "auto",
-    quantization: QuantizationOption = "none",
-    quantize_head: QuantizeHeadOption = True,
-    json: JsonFileOption = None,
-) -> None:
-    """Perplexity and KL divergence of KV formats on a text, against a bf16 cache.
-
-    The same weights read the same windows once per format; prompt and continuation alike see
-    encoded keys and values only. With --quantization every format is of the model so quantised,
-    still against the unquantised weights over a bf16 cache; both are then in memory.
-
-    \b
-    Examples:
-      subten eval kv --text wiki.txt --kv-cache-dtype int4,fp4 --max-tokens 8192
-      subten eval kv --model demo-dense --text wiki.txt --json quality.json
-    """
-    from subten.bench.quality import evaluate_kv
-    from subten.bench.report import environment
-    from subten.device import detect
-    from subten.weights.load import load_model
-
-    found = detect(device)
-    codecs = codec_list(kv_cache_dtype)
-    if max_tokens is not None and max_tokens < 2:
-        raise refuse(ConfigError, "max_tokens", max_tokens, "an integer of at least 2")
-    try:
-        content = text.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise refuse(ConfigError, "text", str(text), f"UTF-8 text ({error})") from error
-    load = functools.partial(
-        load_model,
-        resolve_model(model),
-        device=found.torch_device,
-        dtype=dtype,
-        backend=backend,
-        kv_cache_dtype="bf16",
-    )
-    loaded = load(quantization=quantization, quantize_head=quantize_head)
-    reference = loaded if quantization == "none" else load()
-    if loaded.tokenizer is None:
-        raise refuse(ConfigError, "model", model, "a model with a tokenizer")
-    token_ids = loaded.tokenizer.encode(content)[:max_tokens]
-    with progress(f"Reading {len(token_ids)} tokens") as update:
-        rows = evaluate_kv(
-            loaded.model,
-            token_ids,
-            codecs=codecs,
-            window=window,
-            reference=reference.model,
-            progress=update,
-        )
-    result = {
-        "kind": "kv_quality",
-        "model": model,
-        "dtype": str(loaded.dtype).removeprefix("torch."),
-        "quantization": quantization,
-        "quantize_head": quantize_head,
-        "weight_bytes": loaded.weight_bytes,
-        "reference_weight_bytes": reference.weight_bytes,
-        "text": text.name,
-        "window": window,
-        "num_tokens": len(token_ids),
-        "environment": environment(found),
-        "results": [row.as_dict() for row in rows],
-    }
-    report(result, quality_text(result), json)
-
-
-def quality_text(result: dict[str, Any]) -> str:
-    """A quality table for people."""
-    from subten.bench.report import text_table
-
-    rows = [
-        [
-            row["kv_cache_dtype"],
-            f"{row['kv_true_bits']:.3f}",
-            f"{row['perplexity']:.3f}",
-            f"{(row['perplexity_ratio'] - 1) * 100:+.2f} %",
-            f"{row['kld_mean']:.5f}",
-            f"{row['kld_p999']:.4f}",
-            f"{row['top1_agreement'] * 100:.2f} %",
-        ]
-        for row in result["results"]
-    ]
-    header = ["KV cache", "true bits", "perplexity", "change", "KLD mean", "KLD 99.9 %", "top-1"]
-    weights = f"{result['dtype']} weights"
-    if result["quantization"] != "none":
-        weights = f"{result['quantization']} weights against {weights}"
-    return (
-        f"{result['model']} on {result['text']}: {result['num_tokens']} tokens in windows of "
-        f"{result['window']}, {weights}\n\n{text_table(header, rows)}"
-    )
 
 
 @bench_app.command("latency")

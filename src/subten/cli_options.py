@@ -56,16 +56,24 @@ KVColdOption = Annotated[
     bool,
     typer.Option(
         "--kv-cold-pages/--no-kv-cold-pages",
-        help="adaptive: the least important pages may go down to 1.5 bits.",
+        help="adaptive: the least important values may go down to 1.5 bits.",
     ),
 ]
 KVSinkOption = Annotated[
     int | None,
-    typer.Option("--kv-sink-tokens", help="adaptive: first tokens that stay in BF16."),
+    typer.Option("--kv-sink-tokens", help="adaptive: first tokens that are read in BF16."),
 ]
 KVWindowOption = Annotated[
     int | None,
-    typer.Option("--kv-window-tokens", help="adaptive: last tokens that stay in BF16."),
+    typer.Option("--kv-window-tokens", help="adaptive: last tokens that are read in BF16."),
+]
+KVCalibrationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-calibration",
+        metavar="FILE",
+        help="adaptive: text to learn from how to store keys, or none; default: one of its own.",
+    ),
 ]
 KVCachesOption = Annotated[
     str,

@@ -15,6 +15,7 @@ from subten.cli_options import (
     DtypeOption,
     KVBitsOption,
     KVCacheOption,
+    KVCalibrationOption,
     KVColdOption,
     KVMemoryOption,
     KVSinkOption,
@@ -134,6 +135,7 @@ def serve(
     kv_cold_pages: KVColdOption = False,
     kv_sink_tokens: KVSinkOption = None,
     kv_window_tokens: KVWindowOption = None,
+    kv_calibration: KVCalibrationOption = None,
     max_model_len: MaxModelLenOption = None,
     max_num_seqs: Annotated[
         int, typer.Option("--max-num-seqs", help="Sequences in one step.")
@@ -201,6 +203,7 @@ def serve(
                 kv_cold_pages=kv_cold_pages,
                 kv_sink_tokens=kv_sink_tokens,
                 kv_window_tokens=kv_window_tokens,
+                kv_calibration=kv_calibration,
                 device=device,
                 dtype=dtype,
                 backend=backend,

@@ -79,9 +79,10 @@ class EngineConfig:
 
     With `kv_cache_dtype` adaptive: `kv_bits_budget` true bits an element, which a sequence of
     `max_model_len` tokens takes (None: as fine as memory allows); `kv_memory_bytes` is the memory
-    of the whole cache (None: sized like any other); `kv_cold_pages` lets pages go down to 1.5 bits;
-    `kv_sink_tokens` first and `kv_window_tokens` last tokens of a sequence stay in BF16, and their
-    pages with them. None where another format takes no such setting.
+    of the whole cache (None: sized like any other); `kv_cold_pages` lets values go down to 1.5
+    bits; `kv_sink_tokens` first and `kv_window_tokens` last tokens of a sequence are read in BF16;
+    `kv_calibration` is a text file from which it is learned how to store keys, or "none" (None: a
+    text that comes with the package). None where another format takes no such setting.
     """
 
     kv_cache_dtype: str = "bf16"
@@ -105,6 +106,7 @@ class EngineConfig:
     kv_cold_pages: bool = False
     kv_sink_tokens: int | None = None
     kv_window_tokens: int | None = None
+    kv_calibration: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -155,6 +157,7 @@ ADAPTIVE_FIELDS = (
     "kv_cold_pages",
     "kv_sink_tokens",
     "kv_window_tokens",
+    "kv_calibration",
 )
 """Settings of an adaptive cache."""
 

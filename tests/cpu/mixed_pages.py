@@ -1,100 +1,90 @@
-"""Pools of mixed pages for tests: random rows, planes that hold them, poison everywhere else.
+"""Planes of an adaptive cache for tests: random bytes everywhere, one layer or several.
 
-Letters: L layers, G KV heads, D head_dim, P page ids, N rows.
+Letters: L layers, G KV heads, D head_dim, P page ids, O outlier channels, S sink rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 
-from subten.codecs.nested import (
-    BASE,
-    COLD,
-    HOT,
-    MixedFormat,
-    decode_nested,
-    encode_nested,
-    mixed_format,
-)
-from subten.codecs.plain import BF16
+from subten.codecs.mixed import MixedFormat, mixed_format
 from subten.core import PAGE_SIZE
-from subten.kernels.demote import MixedPools
-from subten.kernels.kv_append import page_planes
-
-POISON = 0xFF
-"""NaN in BF16 rows and in norms."""
+from subten.kernels.demote import ValuePools
+from subten.kernels.mixed_pages import MixedPages, Window
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pools:
-    """Planes of `num_layers` layers, of which each pool has `num_planes`, all poison at first."""
-
-    fmt: MixedFormat
-    pools: MixedPools
+def int32(*values: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def make_pools(
-    head_dim: int, *, num_layers: int, num_kv_heads: int, num_planes: int, device: torch.device
-) -> Pools:
-    """Layers are slices of one tensor [planes, L, G, bytes]: planes are not adjacent."""
-    fmt = mixed_format(head_dim)
+def random_bytes(generator: torch.Generator, device: torch.device, *shape: int) -> torch.Tensor:
+    """Every byte is a code or a norm of something: what a freed plane may hold."""
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).to(device)
 
-    def pool(num_bytes: int) -> torch.Tensor:
-        shape = (num_planes, num_layers, num_kv_heads, num_bytes)
-        return torch.full(shape, POISON, dtype=torch.uint8, device=device).transpose(0, 1)
 
-    widths = (fmt.hot.page_bytes, fmt.base.page_bytes, fmt.fine_bytes, fmt.cold.page_bytes)
-    hot, base, fine, cold = (pool(width) for width in widths)
-    return Pools(
-        fmt=fmt,
-        pools=MixedPools(hot_LHGB=hot, base_LBGB=base, fine_LFGB=fine, cold_LCGB=cold),
+def make_pages(
+    generator: torch.Generator,
+    device: torch.device,
+    head_dim: int,
+    *,
+    places: list[tuple[int, int, int]],
+    bits: int,
+    num_kv_heads: int = 2,
+    num_recent: int = 8,
+    num_sinks: int = 0,
+    sinks: list[int] | None = None,
+    num_outliers: int = 0,
+) -> tuple[MixedFormat, MixedPages]:
+    """Layer 1 of two, so that planes are not adjacent; recent and sink rows are NaN."""
+    fmt, num_pages = mixed_format(head_dim), len(places)
+
+    def pool(num_planes: int, num_bytes: int) -> torch.Tensor:
+        shape = (num_planes, 2, num_kv_heads, num_bytes)
+        return random_bytes(generator, device, *shape)[:, 1]
+
+    recent_NGE = torch.full((num_recent, num_kv_heads, 2 * head_dim), float("nan"), device=device)
+    optional: dict[str, torch.Tensor] = {}
+    if sinks is not None:
+        optional["sink_XGB"] = pool(max(sinks) + 1, fmt.exact_bytes(num_sinks)).fill_(0xFF)
+        optional["sink_P"] = int32(*sinks, device=device)
+    if num_outliers:
+        ids = [torch.randperm(head_dim, generator=generator) for _ in range(num_kv_heads)]
+        optional["outlier_GO"] = torch.stack(ids)[:, :num_outliers].int().contiguous().to(device)
+        optional["k_out_PGB"] = pool(num_pages, fmt.outlier_bytes(num_outliers)).zero_()
+    counts = [max(place[kind] for place in places) + 1 for kind in range(3)]
+    return fmt, MixedPages(
+        k_PGB=pool(num_pages, fmt.k_bytes(bits)),
+        k_bits=bits,
+        vbase_XGB=pool(counts[0], fmt.base_bytes),
+        vfine_YGB=pool(counts[1], fmt.fine_bytes),
+        vcold_ZGB=pool(counts[2], fmt.cold_bytes),
+        place_P3=torch.tensor(places, dtype=torch.int32, device=device),
+        recent_NGE=recent_NGE.bfloat16(),
+        **optional,
     )
 
 
-def put(
-    made: Pools, layer: int, record: list[int], x_2GND: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Store a page's K and V rows as `record` says, row by row; what they then stand for.
+def make_values(
+    generator: torch.Generator, device: torch.device, head_dim: int, *, num_planes: int
+) -> tuple[MixedFormat, ValuePools]:
+    """Two layers and heads of values, norms near the middle of the byte's range."""
+    fmt = mixed_format(head_dim)
 
-    Written apart from `demote`: each plane's bytes are put where the layout says.
-    """
-    fmt, pools = made.fmt, made.pools
-    kind, first, *fine_ids = record
-    if kind == HOT:
-        page_planes(pools.hot_LHGB[layer], fmt.hot)[0][first] = BF16.encode(x_2GND)[0]
-        stored_2GND = x_2GND.to(torch.bfloat16).float()
-    elif kind == BASE:
-        codes, fine, norm = encode_nested(x_2GND)
-        for plane, values in zip(
-            page_planes(pools.base_LBGB[layer], fmt.base), (codes, norm), strict=False
-        ):
-            plane[first] = values
-        stored = []
-        for half, fine_id in enumerate(fine_ids):
-            coarse = fmt.base.codec.decode(
-                codes[half], norm[half], norm[half][..., :0], fmt.head_dim
-            )
-            if fine_id >= 0:
-                pools.fine_LFGB[layer][fine_id] = fine[half].flatten(1)
-                coarse = decode_nested(codes[half], fine[half], norm[half])
-            stored.append(coarse)
-        stored_2GND = torch.stack(stored)
-    else:
-        assert kind == COLD, kind
-        planes = fmt.cold.codec.encode(x_2GND)
-        for plane, values in zip(
-            page_planes(pools.cold_LCGB[layer], fmt.cold), planes, strict=True
-        ):
-            plane[first] = values
-        stored_2GND = fmt.cold.codec.decode(*planes, fmt.head_dim)
-    return stored_2GND[0], stored_2GND[1]
+    def pool(num_bytes: int) -> torch.Tensor:
+        return random_bytes(generator, device, num_planes, 2, 2, num_bytes).transpose(0, 1)
+
+    pools = ValuePools(
+        vbase_LXGB=pool(fmt.base_bytes),
+        vfine_LYGB=pool(fmt.fine_bytes),
+        vcold_LZGB=pool(fmt.cold_bytes),
+    )
+    pools.vbase_LXGB[..., -PAGE_SIZE:] //= 4
+    pools.vbase_LXGB[..., -PAGE_SIZE:] += 130
+    return fmt, pools
 
 
-def random_rows(
-    randn: Callable[..., torch.Tensor], num_kv_heads: int, head_dim: int
-) -> torch.Tensor:
-    """Rows of one page, K and V: [2, G, 64, D]."""
-    return randn(2, num_kv_heads, PAGE_SIZE, head_dim)
+def no_window(num_tokens: int, num_seqs: int, device: torch.device) -> Window:
+    """Nothing is read or written as a recent row."""
+    zero_S = torch.zeros(num_seqs, dtype=torch.int32, device=device)
+    row_T = torch.full((num_tokens,), -1, dtype=torch.int32, device=device)
+    return Window(size=0, row_T=row_T, base_S=zero_S, cap_S=zero_S, from_S=zero_S)

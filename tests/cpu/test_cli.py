@@ -127,10 +127,10 @@ def test_generate_counts_the_pages_of_an_adaptive_cache_by_rung(model):
     options = ("--kv-cache-dtype", "adaptive", "--kv-sink-tokens", "0", "--raw", "--ignore-eos")
     value = run_json("generate", "x" * 150, "--model", model, *options, "--max-tokens=2", "--json")
     assert value["kv_cache_dtype"] == "adaptive"
-    assert value["kv_pages"] == {"hot": 1, "k4v4": 2}
-    # 2 layers x 2 KV heads: BF16 rows; codes, norms (128 bytes are the least) and refinements.
-    page_bytes = {"hot": 4 * 64 * 64, "k4v4": 4 * (2 * (64 * 4 + 128) + 2 * 64 * 4)}
-    assert value["kv_bytes"] == page_bytes["hot"] + 2 * page_bytes["k4v4"]
+    assert value["kv_pages"] == {"v4": 3}
+    # 2 layers x 2 KV heads: keys and values of 4 bits and a byte a row; 32 recent rows of BF16.
+    page_bytes = 4 * 2 * 64 * (16 // 2 + 1)
+    assert value["kv_bytes"] == 3 * page_bytes + 4 * 32 * 2 * 16 * 2
     assert value["kv_true_bits"] == pytest.approx(value["kv_bytes"] * 8 / (151 * 4 * 32))
 
 
@@ -379,6 +379,44 @@ def test_eval_kv_prints_a_table_and_writes_json(model, tmp_path):
     assert written["environment"]["torch"]
     assert "int4" in result.stdout
     assert "KLD 99.9 %" in result.stdout
+
+
+def test_eval_kv_of_schemes_adds_records(model, tmp_path):
+    text, out = tmp_path / "text.txt", tmp_path / "out.json"
+    text.write_text("the cat sat in a hat " * 100, encoding="utf-8")
+    command = ("eval", "kv", "--model", model, "--text", str(text), "--dtype", "float32")
+
+    def records(*options: str) -> list[dict[str, Any]]:
+        result = run(*command, *options, "--json", str(out))
+        assert result.exit_code == 0, result.stderr
+        return json.loads(out.read_text(encoding="utf-8"))
+
+    fields = {"model", "text", "window", "scheme", "ours", "true_bits", "ppl", "ppl_reference"}
+    fields |= {"kld_mean", "kld_p999", "top1_agreement", "date", "commit", "command", "num_tokens"}
+    window = ("--window", "100", "--max-windows", "2")
+    found = records("--scheme", "kivi-2,adaptive-12", *window)
+    assert [(row["scheme"], row["ours"]) for row in found] == [
+        ("kivi-2", False),
+        ("adaptive-12", True),
+    ]
+    assert all(fields <= set(row) and row["num_tokens"] == 198 for row in found)
+    assert all(row["kind"] == "kv_scheme_quality" for row in found)
+    again = records("--scheme", "kivi-2", *window)
+    assert [row["scheme"] for row in again] == ["kivi-2", "adaptive-12"]
+    found = records("--scheme", "bf16,int4", "--task", "generation", "--window", "8", "--num", "40")
+    exact = next(r for r in found if r["kind"] == "kv_generation" and r["scheme"] == "bf16")
+    assert exact["num_tokens"] == exact["same_as_reference"] == 40
+    assert exact["ppl"] >= 1.0
+    assert len(found) == 4
+    for options, message in (
+        (("--task", "needles"), "scheme: got 'none'"),
+        (("--scheme", "int4", "--task", "other"), "task: got 'other'"),
+        (("--scheme", "int4", "--kv-cache-dtype", "int4"), "scheme: got 'int4'"),
+        (("--scheme", "int4", "--window", "20,30"), "window: got '20,30'"),
+        (("--scheme", "adaptive-2", "--window", "100"), "kv_bits_budget: got 2.0"),
+        (("--scheme", "int4", "--num", "0"), "num: got 0"),
+    ):
+        assert refusal(*command, *options).startswith(message)
 
 
 def test_weights_are_packed_where_it_is_asked_for(model, tmp_path):

@@ -1,6 +1,6 @@
-"""`demote`: each plane gets the bytes that its codec gives, and nothing else is touched.
+"""`demote_values`: cold planes stand for what base and fine planes stood for; nothing else moves.
 
-Letters: L layers, G KV heads, M moves.
+Letters: M moves, N rows.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from mixed_pages import Pools, make_pools, put, random_rows
+from mixed_pages import make_values
 
-from subten.codecs.nested import BASE, COLD, HOT
+from subten.codecs.mixed import decode_cold, encode_cold
+from subten.codecs.nested import decode_nested
+from subten.core import PAGE_SIZE
 from subten.kernels import demote as demote_module
-from subten.kernels.demote import DemotePlan, MixedPools, demote, demote_torch
+from subten.kernels.demote import DemotePlan, ValuePools, demote_values, demote_values_torch
 
-Randn = Callable[..., torch.Tensor]
-OPS = [pytest.param(demote, marks=pytest.mark.triton), demote_torch]
-PADDING = [-1] * 8
+OPS = [pytest.param(demote_values, marks=pytest.mark.triton), demote_values_torch]
 
 
 @pytest.fixture(autouse=True)
@@ -28,126 +28,48 @@ def few_programs(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
         monkeypatch.setattr(demote_module, "DEMOTE_PLAN", DemotePlan(block_rows=64, num_warps=4))
 
 
-def copy(made: Pools) -> Pools:
-    values = {
-        field.name: getattr(made.pools, field.name).clone()
-        for field in dataclasses.fields(MixedPools)
-    }
-    return dataclasses.replace(made, pools=MixedPools(**values))
+def copied(pools: ValuePools) -> ValuePools:
+    names = [field.name for field in dataclasses.fields(ValuePools)]
+    return ValuePools(**{name: getattr(pools, name).clone() for name in names})
 
 
-def assert_same(found: Pools, expected: Pools) -> None:
-    for field in dataclasses.fields(MixedPools):
-        left, right = (getattr(made.pools, field.name) for made in (found, expected))
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("head_dim", [16, 48])
+def test_cold_planes_are_written_and_nothing_else(
+    op: Callable[..., None], generator: torch.Generator, device: torch.device, head_dim: int
+) -> None:
+    fmt, pools = make_values(generator, device, head_dim, num_planes=3)
+    expected = copied(pools)
+    moves = [(2, 1, 0), (-1, -1, -1), (0, -1, 2)]
+    for layer, head in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        for base, fine, cold in (moves[0], moves[2]):
+            plane_B = pools.vbase_LXGB[layer, base, head]
+            codes_NB = plane_B[:-PAGE_SIZE].view(PAGE_SIZE, -1)
+            fine_NB = pools.vfine_LYGB[layer, fine, head].view(PAGE_SIZE, -1)
+            x_ND = decode_nested(codes_NB, fine_NB if fine >= 0 else None, plane_B[-PAGE_SIZE:])
+            codes_NB, norm_N = encode_cold(x_ND)
+            expected.vcold_LZGB[layer, cold, head] = torch.cat([codes_NB.flatten(), norm_N])
+            error = (decode_cold(codes_NB, norm_N) - x_ND).square().sum() / x_ND.square().sum()
+            # vq1.5 loses .21 of Gaussian rows (docs/kv-cache.md); codes at random are less like
+            # them at 4 bits and exactly two levels at 2.
+            assert error.item() < 0.5
+    op(pools, fmt, torch.tensor(moves, dtype=torch.int32, device=device))
+    for field in dataclasses.fields(ValuePools):
+        left, right = getattr(pools, field.name), getattr(expected, field.name)
         assert torch.equal(left, right), (field.name, int((left != right).sum()))
 
 
-def check(
-    op: Callable[..., None],
-    made: Pools,
-    randn: Randn,
-    moves: list[tuple[list[int], list[int]]],
-    *,
-    bad_row: bool = False,
+@pytest.mark.parametrize("op", OPS)
+def test_no_moves_and_wrong_ones(
+    op: Callable[..., None], generator: torch.Generator, device: torch.device
 ) -> None:
-    """Pages at their sources; after `op` targets are as `put` writes them, and no byte else."""
-    device = made.pools.hot_LHGB.device
-    expected_from = []
-    for layer in range(len(made.pools.hot_LHGB)):
-        for source, target in moves:
-            num_kv_heads = made.pools.hot_LHGB.shape[2]
-            x_2GND = random_rows(randn, num_kv_heads, made.fmt.head_dim)
-            if bad_row:
-                x_2GND[0, 0, 5, 3], x_2GND[1, 0, 63, 0] = float("nan"), float("inf")
-            stored = put(made, layer, source, x_2GND)
-            expected_from.append((layer, target, torch.stack(stored)))
-    expected = copy(made)
-    for layer, target, stored_2GND in expected_from:
-        put(expected, layer, target, stored_2GND)
-    rows = [source + target for source, target in moves]
-    rows.insert(1, PADDING)
-    moves_M8 = torch.tensor(rows, dtype=torch.int32, device=device)
-    before_M8 = moves_M8.clone()
-    op(made.pools, made.fmt, moves_M8)
-    assert_same(made, expected)
-    assert torch.equal(moves_M8, before_M8)
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("head_dim", [48, 64])
-def test_hot_pages_get_base_and_fine_planes(
-    op: Callable[..., None], randn: Randn, device: torch.device, head_dim: int
-) -> None:
-    made = make_pools(head_dim, num_layers=2, num_kv_heads=2, num_planes=4, device=device)
-    moves = [
-        ([HOT, 0, -1, -1], [BASE, 3, 2, 0]),
-        ([HOT, 3, -1, -1], [BASE, 1, 1, -1]),
-        ([HOT, 1, -1, -1], [BASE, 0, -1, -1]),
-    ]
-    check(op, made, randn, moves)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_pages_become_cold_from_wherever_they_lie(
-    op: Callable[..., None], randn: Randn, device: torch.device
-) -> None:
-    made = make_pools(16, num_layers=1, num_kv_heads=1, num_planes=4, device=device)
-    moves = [
-        ([HOT, 2, -1, -1], [COLD, 0, -1, -1]),
-        ([BASE, 1, 3, -1], [COLD, 2, -1, -1]),
-        ([BASE, 2, -1, -1], [COLD, 3, -1, -1]),
-    ]
-    check(op, made, randn, moves)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_rows_that_are_not_finite_stay_visible(
-    op: Callable[..., None], randn: Randn, device: torch.device
-) -> None:
-    made = make_pools(16, num_layers=1, num_kv_heads=1, num_planes=3, device=device)
-    moves = [
-        ([HOT, 0, -1, -1], [BASE, 0, 0, 1]),
-        ([HOT, 1, -1, -1], [COLD, 1, -1, -1]),
-    ]
-    check(op, made, randn, moves, bad_row=True)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_no_moves(op: Callable[..., None], device: torch.device) -> None:
-    made = make_pools(16, num_layers=1, num_kv_heads=1, num_planes=1, device=device)
-    before = copy(made)
-    for rows in ([], [PADDING]):
-        moves_M8 = torch.tensor(rows, dtype=torch.int32, device=device).view(-1, 8)
-        op(made.pools, made.fmt, moves_M8)
-    assert_same(made, before)
-
-
-@pytest.mark.gpu
-@pytest.mark.triton
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_every_kind_on_a_gpu(randn: Randn, device: torch.device, head_dim: int) -> None:
-    made = make_pools(head_dim, num_layers=3, num_kv_heads=4, num_planes=5, device=device)
-    moves = [
-        ([HOT, 0, -1, -1], [BASE, 3, 2, 0]),
-        ([HOT, 3, -1, -1], [BASE, 1, 1, -1]),
-        ([HOT, 1, -1, -1], [COLD, 2, -1, -1]),
-        ([BASE, 4, 4, 3], [COLD, 0, -1, -1]),
-    ]
-    check(demote, made, randn, moves)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_wrong_inputs_fail_loudly(op: Callable[..., None], device: torch.device) -> None:
-    made = make_pools(16, num_layers=2, num_kv_heads=1, num_planes=1, device=device)
-    moves_M8 = torch.tensor([PADDING], dtype=torch.int32, device=device)
-    one_layer = dataclasses.replace(made.pools, cold_LCGB=made.pools.cold_LCGB[:1])
-    narrow = dataclasses.replace(made.pools, fine_LFGB=made.pools.fine_LFGB[..., 1:])
-    for pools, moves in (
-        (made.pools, moves_M8.long()),
-        (made.pools, moves_M8[:, :7]),
-        (made.pools, torch.cat([moves_M8, moves_M8], 1)[:, ::2]),
-        (one_layer, moves_M8),
-        (narrow, moves_M8),
-    ):
+    fmt, pools = make_values(generator, device, 16, num_planes=1)
+    before = copied(pools)
+    moves_M3 = torch.full((1, 3), -1, dtype=torch.int32, device=device)
+    op(pools, fmt, moves_M3[:0])
+    op(pools, fmt, moves_M3)
+    assert torch.equal(pools.vcold_LZGB, before.vcold_LZGB)
+    narrow = dataclasses.replace(pools, vfine_LYGB=pools.vfine_LYGB[..., 1:])
+    for broken, moves in ((pools, moves_M3.long()), (pools, moves_M3[:, :2]), (narrow, moves_M3)):
         with pytest.raises(AssertionError):
-            op(pools, made.fmt, moves)
+            op(broken, fmt, moves)

@@ -1,73 +1,23 @@
-"""The ladder of an adaptive cache under random traffic, against a store that knows its content."""
+"""Planes and rings of an adaptive cache under random traffic, against a store of their content."""
 
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter
 
 import numpy as np
 
 from subten.cache.allocator import PageAllocator
-from subten.cache.fidelity import Fidelity, FidelityPolicy, Move, Span
-from subten.cache.planes import KIND_BASE, KIND_HOT, Place, PlaneNumbers, Rung
+from subten.cache.fidelity import Fidelity, FidelityPolicy, Span
+from subten.cache.planes import PlaneNumbers, Rung
 from subten.core import PAGE_SIZE, Batch, BatchItem, FinishReason, Request, SamplingParams
 from subten.engine.scheduler import Scheduler
 
-BYTES = PlaneNumbers(hot=1600, base=225, fine=100, cold=160, sink=70)
+BYTES = PlaneNumbers(key=325, base=225, fine=200, cold=160, sink=70, ring=50)
 
 
-class Store:
-    """Planes with a tag in each instead of bytes; a tag is what a page's tokens are."""
-
-    def __init__(self) -> None:
-        self.planes: dict[tuple[str, int], object] = {}
-
-    def write(self, place: Place, tag: object) -> None:
-        assert place.kind == KIND_HOT
-        self.planes["hot", place.first] = tag
-
-    def names(self, place: Place) -> list[tuple[str, int]]:
-        first = [(("hot", "base", "cold")[place.kind], place.first)]
-        return first + [("fine", fine) for fine in (place.fine_k, place.fine_v) if fine >= 0]
-
-    def read(self, place: Place) -> object:
-        tags = {self.planes[name] for name in self.names(place)}
-        assert len(tags) == 1, (place, tags)
-        return tags.pop()
-
-    def apply(self, moves: list[Move]) -> None:
-        """Each run of one kind of move is a launch: all of its reads may come after its writes."""
-        while moves:
-            kinds = (moves[0].source.kind, moves[0].target.kind)
-            launch = [m for m in moves if (m.source.kind, m.target.kind) == kinds]
-            assert launch == moves[: len(launch)], "moves of one kind lie apart"
-            moves = moves[len(launch) :]
-            written = [name for m in launch for name in self.names(m.target)]
-            assert len(set(written)) == len(written), "two moves write one plane"
-            if kinds == (KIND_BASE, KIND_BASE):
-                for m in launch:
-                    assert set(self.names(m.target)) < set(self.names(m.source)), m
-                continue
-            read = {name for m in launch for name in self.names(m.source)}
-            assert not read & set(written), "a move reads what another one writes"
-            for m in launch:
-                tag = self.read(m.source)
-                if m.sink >= 0:
-                    self.planes["sink", m.sink] = tag
-                for name in self.names(m.target):
-                    self.planes[name] = tag
-
-
-def make_fidelity(counts: PlaneNumbers, num_pages: int, **policy: object) -> Fidelity:
-    settings = {"sink_pages": 1, "window_tokens": 64} | policy
-    return Fidelity(
-        FidelityPolicy(**settings), counts=counts, plane_bytes=BYTES, num_pages=num_pages
-    )
-
-
-def hot_needed(num_seqs: int, num_batched: int, policy: FidelityPolicy) -> int:
-    recent = -(-policy.window_tokens // PAGE_SIZE) + 2
-    return num_seqs * (policy.sink_pages + recent) + -(-num_batched // PAGE_SIZE)
+def make_fidelity(counts: PlaneNumbers, **policy: object) -> Fidelity:
+    return Fidelity(FidelityPolicy(**policy), counts=counts, plane_bytes=BYTES)
 
 
 def end_of(item: BatchItem) -> int:
@@ -75,28 +25,28 @@ def end_of(item: BatchItem) -> int:
 
 
 class Traffic:
-    """A scheduler and a fidelity under random requests; every step is checked."""
+    """A scheduler and a fidelity under random requests; every step is checked.
+
+    `planes` has a tag for each plane instead of bytes: the tokens up to the end of its page.
+    """
 
     def __init__(self, rng: random.Random, *, num_steps: int, is_tight: bool = False) -> None:
         self.rng = rng
-        num_pages, num_seqs, num_batched = rng.randint(6, 24), rng.randint(1, 4), 150
+        num_pages, num_seqs, num_batched = rng.randint(10, 24), rng.randint(1, 4), 150
         has_cold = is_tight or rng.random() < 0.5
-        num_cold = rng.randint(1, num_pages) if has_cold else 0
-        policy = FidelityPolicy(
-            sink_pages=rng.randint(0, 2),
-            window_tokens=rng.choice([0, 1, 63, 64, 65, 200]),
-            routine_bytes=170.0 if is_tight else rng.choice([None, rng.uniform(160, 425)]),
-            min_age=rng.choice([0, 64, 1000]),
-            key_weight=rng.choice([0.5, 1.0, 7.0]),
-        )
+        written = 2 * num_seqs + 3
+        num_cold = rng.randint(1, max(1, num_pages - written)) if has_cold else 0
         counts = PlaneNumbers(
-            hot=min(num_pages, hot_needed(num_seqs, num_batched, policy)),
-            base=num_pages - num_cold,
-            fine=rng.randint(0, 2 * num_pages),
+            key=num_pages,
+            base=max(num_pages - num_cold, min(num_pages, written)),
+            fine=rng.randint(0, num_pages),
             cold=num_cold,
             sink=rng.choice([0, num_seqs + 1, 2 * num_seqs + 1]),
+            ring=rng.choice([0, num_seqs]),
         )
-        self.fidelity = Fidelity(policy, counts=counts, plane_bytes=BYTES, num_pages=num_pages)
+        value_bytes = 500.0 if is_tight else rng.choice([None, rng.uniform(200, 3000)])
+        newest_pages = rng.choice([0, 1, 8])
+        self.fidelity = make_fidelity(counts, value_bytes=value_bytes, newest_pages=newest_pages)
         allocator = PageAllocator(num_pages, listener=self.fidelity)
         self.scheduler = Scheduler(
             allocator,
@@ -105,10 +55,10 @@ class Traffic:
             max_model_len=1000,
             on_release=self.fidelity.leave,
         )
-        self.store = Store()
+        self.planes: dict[tuple[str, int], tuple[int, ...]] = {}
         self.total_P = np.zeros(num_pages, dtype=np.int64)
         self.lowest: dict[int, Rung] = {}
-        self.num_requests = 0
+        self.num_requests = self.num_shared = 0
         self.was_idle: set[int] = set()
         for _ in range(num_steps):
             self.step()
@@ -119,8 +69,7 @@ class Traffic:
             self.add()
         if scheduler.running and rng.random() < 0.02:
             victim = rng.choice(list(scheduler.running.values()))
-            reason = rng.choice([FinishReason.CANCELLED, FinishReason.ERROR])
-            scheduler.finish(victim, reason)
+            scheduler.finish(victim, rng.choice([FinishReason.CANCELLED, FinishReason.ERROR]))
         self.was_idle |= set(scheduler.allocator._cached)
         batch = scheduler.schedule()
         self.was_idle -= set(scheduler.allocator._free)
@@ -134,8 +83,7 @@ class Traffic:
             self.total_P += np.array([rng.randint(0, 100) for _ in self.total_P])
             fidelity.count_mass(self.total_P)
         self.apply(fidelity.settle(spans))
-        self.check_windows(batch)
-        self.check_budget()
+        self.check_allowance(batch)
         scheduler.commit(batch, [3 if item.needs_token else None for item in batch.items])
         for sequence in list(scheduler.running.values()):
             is_full = len(sequence.token_ids) == scheduler.max_seq_len
@@ -144,104 +92,159 @@ class Traffic:
         if rng.random() < 0.3:
             scheduler.check_integrity()
             fidelity.check_integrity()
+            assert set(fidelity.ledger.ring_of) <= set(scheduler.running)
 
     def add(self) -> None:
         longest = min(500, self.scheduler.max_seq_len - 1)
         length = min(longest, self.rng.choice([1, 64, 65, 150, 400]))
         # Few distinct prompts, so that prefixes are shared.
         prompt = tuple([self.rng.choice([1, 2])] * length)
-        params = SamplingParams(max_tokens=100)
-        name = str(self.num_requests)
+        name, params = str(self.num_requests), SamplingParams(max_tokens=100)
         request = Request(request_id=name, prompt_token_ids=prompt, sampling=params, seed=0)
         self.scheduler.add(request)
         self.num_requests += 1
 
-    def apply(self, moves: list[Move]) -> None:
-        for move in moves:
-            assert Rung.HOT <= move.source.rung < move.target.rung, move
-        self.store.apply(moves)
+    def apply(self, moves: list[tuple[int, int, int]]) -> None:
+        """One launch: what it reads is what lay there before it."""
+        written = [cold for _, _, cold in moves]
+        assert len(set(written)) == len(written), moves
+        for base, fine, cold in moves:
+            tag = self.planes["base", base]
+            assert fine < 0 or self.planes["fine", fine] == tag
+            self.planes["cold", cold] = tag
         places = self.fidelity.ledger.places
         for page_id, place, sink in self.fidelity.take_changed():
             assert place == places[page_id]
             assert sink == self.fidelity.ledger.sink_of.get(page_id, -1)
         assert self.fidelity.take_changed() == []
 
-    def compute(self, batch: Batch) -> None:
-        """Write the pages of the step, and read every page that its sequences have."""
-        places = self.fidelity.ledger.places
-        for item in batch.items:
-            tokens, pages = item.sequence.token_ids, item.sequence.page_ids
-            end = end_of(item)
-            for index in range(item.start // PAGE_SIZE, -(-end // PAGE_SIZE)):
-                self.store.write(places[pages[index]], tuple(tokens[: (index + 1) * PAGE_SIZE]))
-                self.lowest[pages[index]] = Rung.HOT
-            for index in range(-(-end // PAGE_SIZE)):
-                place = places[pages[index]]
-                wanted = tuple(tokens[: min(end, (index + 1) * PAGE_SIZE)])
-                got = self.store.read(place)
-                # A page that is being filled holds what its sequence knew when it was written.
-                assert isinstance(got, tuple)
-                assert got[: len(wanted)] == wanted or wanted[: len(got)] == got
-                self.check_sink(index, pages[index], got)
-                assert place.rung >= self.lowest[pages[index]], "a page was promoted"
-                self.lowest[pages[index]] = place.rung
+    def names(self, page_id: int) -> list[tuple[str, int]]:
+        place = self.fidelity.ledger.places[page_id]
+        planes = zip(("base", "fine", "cold"), place.record, strict=True)
+        return [("key", page_id), *(pair for pair in planes if pair[1] >= 0)]
 
-    def check_sink(self, index: int, page_id: int, tag: object) -> None:
+    def compute(self, batch: Batch) -> None:
+        """Write the pages of the step, and read every page and the ring of its sequences."""
         ledger = self.fidelity.ledger
+        for item in batch.items:
+            tokens, pages, end = item.sequence.token_ids, item.sequence.page_ids, end_of(item)
+            for index in range(item.start // PAGE_SIZE, -(-end // PAGE_SIZE)):
+                page_id = pages[index]
+                tag = tuple(tokens[: (index + 1) * PAGE_SIZE])
+                for name in self.names(page_id):
+                    self.planes[name] = tag
+                if index == 0 and page_id in ledger.sink_of:
+                    self.planes["sink", ledger.sink_of[page_id]] = tag
+                if item.start <= index * PAGE_SIZE:
+                    self.lowest[page_id] = Rung.V4
+            self.num_shared += item.sequence.num_cached > 0
+            for index in range(-(-end // PAGE_SIZE)):
+                self.read(index, pages[index], tokens[: min(end, (index + 1) * PAGE_SIZE)])
+            if ledger.counts.ring:
+                recent = self.fidelity.recent(item.sequence.request.request_id)
+                assert recent.first == item.sequence.num_cached
+                assert sorted(set(ledger.ring_of.values())) == sorted(ledger.ring_of.values())
+
+    def read(self, index: int, page_id: int, wanted: list[int]) -> None:
+        names, ledger = self.names(page_id), self.fidelity.ledger
+        assert len(names) > 1, "a page without values"
         sink = ledger.sink_of.get(page_id)
-        if index > 0 or ledger.places[page_id].rung is Rung.HOT:
+        if index > 0:
             assert sink is None
         elif sink is not None:
-            assert self.store.planes["sink", sink] == tag
+            names.append(("sink", sink))
         else:
             # One that nobody held for a while may have lost it.
             assert ledger.counts.sink == 0 or page_id in self.was_idle
+        for name in names:
+            # A page that is being filled holds what its sequence knew when it was written.
+            got = self.planes[name]
+            length = min(len(got), len(wanted))
+            assert list(got[:length]) == wanted[:length], name
+        rung = self.fidelity.rung(page_id)
+        assert rung >= self.lowest[page_id], "a page was promoted"
+        self.lowest[page_id] = rung
 
-    def check_windows(self, batch: Batch) -> None:
-        policy, fidelity = self.fidelity.policy, self.fidelity
-        for item in batch.items:
-            end = end_of(item)
-            first = max(0, end - policy.window_tokens) // PAGE_SIZE
-            own = item.sequence.num_cached // PAGE_SIZE
-            recent = range(first, -(-end // PAGE_SIZE))
-            sinks = range(min(policy.sink_pages, -(-end // PAGE_SIZE)))
-            for index in {*recent, *sinks}:
-                # Pages that came with the prefix may have been encoded before.
-                rung = fidelity.rung(item.sequence.page_ids[index])
-                assert rung is Rung.HOT or index < own, (item, index, rung)
-
-    def check_budget(self) -> None:
+    def check_allowance(self, batch: Batch) -> None:
         fidelity, policy = self.fidelity, self.fidelity.policy
-        held = [
-            page
-            for page in range(self.scheduler.allocator.num_pages)
-            if self.scheduler.allocator.num_holders(page) > 0
-        ]
-        assert fidelity.held_bytes == fidelity.bytes_of(held)
-        num_hot = fidelity.num_by_rung(held)[Rung.HOT]
-        window = -(-policy.window_tokens // PAGE_SIZE) + 1
-        most = self.scheduler.max_num_seqs * (policy.sink_pages + window)
-        assert num_hot <= most, (num_hot, most)
-        routine = [page for page in held if fidelity.rung(page) > Rung.HOT]
-        if policy.routine_bytes is None or not routine:
+        if policy.value_bytes is None:
             return
-        mean = sum(BYTES.by_rung[fidelity.rung(page)] for page in routine) / len(routine)
-        can_go = Rung.K2V2 if fidelity.ledger.cold.num_free else Rung.MIDDLE
-        is_at_bottom = all(fidelity.rung(page) > can_go for page in routine)
-        assert mean <= policy.routine_bytes or is_at_bottom, (mean, policy.routine_bytes)
+        for item in batch.items:
+            pages = item.sequence.page_ids[: -(-end_of(item) // PAGE_SIZE)]
+            rungs = [fidelity.rung(page) for page in pages]
+            values = {Rung.V4: 425, Rung.V2: 225, Rung.COLD: 160}
+            taken = sum(values[rung] for rung in rungs)
+            assert taken <= policy.value_bytes or all(r >= Rung.V2 for r in rungs), rungs
 
 
-def test_random_traffic_keeps_ledger_content_windows_and_budget() -> None:
+def test_random_traffic_keeps_ledger_content_and_allowance() -> None:
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    rungs: dict[Rung, int] = defaultdict(int)
-    num_requests = 0
-    for index in range(20):
-        traffic = Traffic(rng, num_steps=500, is_tight=index % 4 == 0)
+    rungs: Counter[Rung] = Counter()
+    num_requests = num_shared = 0
+    for index in range(12):
+        traffic = Traffic(rng, num_steps=400, is_tight=index % 4 == 0)
         num_requests += traffic.num_requests
-        for rung in traffic.lowest.values():
-            rungs[rung] += 1
-    # 10,000 steps. A run reaches K4V4 or K2V2 in half of the cases, a tight one COLD in nearly all.
-    assert num_requests > 100
-    assert {Rung.HOT, Rung.K4V4, Rung.K2V2, Rung.COLD} <= set(rungs), rungs
+        num_shared += traffic.num_shared
+        rungs.update(traffic.lowest.values())
+    # Of 4,800 steps; a run reaches each rung in half of the cases, a tight one COLD in nearly all.
+    assert num_requests > 60
+    assert num_shared > 0
+    assert {Rung.V4, Rung.V2, Rung.COLD} <= set(rungs), rungs
+
+
+def grow(fidelity: Fidelity, num_pages: int, mass: list[int] | None = None) -> list[Rung]:
+    """One sequence that grows a page a step; `mass` is what its pages draw each time."""
+    pages: list[int] = []
+    total_P = np.zeros(len(fidelity.importance_P), dtype=np.int64)
+    for index in range(num_pages):
+        pages.append(index)
+        fidelity.page_held(index)
+        span = Span("a", pages, index * PAGE_SIZE, (index + 1) * PAGE_SIZE)
+        fidelity.prepare([span])
+        if mass is not None:
+            total_P[: len(pages)] += mass[: len(pages)]
+            fidelity.count_mass(total_P)
+        fidelity.settle([span])
+    fidelity.check_integrity()
+    return [fidelity.rung(page) for page in pages]
+
+
+PLENTY = PlaneNumbers(key=32, base=32, fine=32, cold=0)
+
+
+def test_the_oldest_of_the_unimportant_goes_first() -> None:
+    allowed = 20 * 225 + 6 * 200
+    policy = {"value_bytes": allowed, "newest_pages": 4}
+    rungs = grow(make_fidelity(PLENTY, **policy), 20)
+    assert rungs == [Rung.V2] * 14 + [Rung.V4] * 6
+    # Page 2 draws more than twice what the hysteresis forgives.
+    mass = [100] * 20
+    mass[2] = 400
+    rungs = grow(make_fidelity(PLENTY, **policy), 20, mass)
+    assert rungs[2] is Rung.V4
+    assert rungs.count(Rung.V4) == 6
+
+
+def test_newest_pages_go_last() -> None:
+    mass = [100] * 16 + [1] * 4
+    policy = {"value_bytes": 20 * 225 + 4 * 200, "newest_pages": 4}
+    rungs = grow(make_fidelity(PLENTY, **policy), 20, mass)
+    assert rungs == [Rung.V2] * 16 + [Rung.V4] * 4
+    rungs = grow(make_fidelity(PLENTY, **(policy | {"value_bytes": 1.0})), 20, mass)
+    assert rungs == [Rung.V2] * 20
+
+
+def test_a_page_that_gets_no_fine_plane_has_two_bits() -> None:
+    few = PlaneNumbers(key=32, base=32, fine=3, cold=0)
+    # All are young, so that none gives its plane.
+    assert grow(make_fidelity(few, newest_pages=100), 8) == [Rung.V4] * 3 + [Rung.V2] * 5
+    assert grow(make_fidelity(few, newest_pages=2), 8) == [Rung.V2] * 5 + [Rung.V4] * 3
+
+
+def test_cold_pages_make_room() -> None:
+    scarce = PlaneNumbers(key=12, base=4, fine=4, cold=8)
+    rungs = grow(make_fidelity(scarce, newest_pages=1), 12)
+    assert rungs[:8] == [Rung.COLD] * 8
+    assert all(rung < Rung.COLD for rung in rungs[8:])

@@ -15,7 +15,8 @@ from subten.codecs import get_codec
 from subten.codecs.bits import bytes_to_bf16
 from subten.codecs.fixed_point import round_bf16, to_whole
 from subten.codecs.lloyd_max import FINE_LEVELS, LIMIT, pack_pairs, unpack_pairs
-from subten.codecs.nested import decode_nested, encode_nested
+from subten.codecs.nested import BIAS, decode_nested, encode_nested
+from subten.codecs.norm_byte import decode_norm
 
 Randn = Callable[..., torch.Tensor]
 HEAD_DIMS = (16, 48, 64, 128, 256)
@@ -42,15 +43,22 @@ def test_pairs_are_a_bijection() -> None:
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_base_is_what_int2_stores(head_dim: int, generator: torch.Generator) -> None:
+def test_base_codes_are_those_of_int2(head_dim: int, generator: torch.Generator) -> None:
+    """Norms too, but for their rounding: half a sixteenth of an octave, and BF16."""
     x_ND = rows_with_bad_ones(head_dim, generator)
-    codes_NQ, fine_NQ, norm_N2 = encode_nested(x_ND)
+    codes_NQ, fine_NQ, norm_N, is_bad_N = encode_nested(x_ND)
     expected_NQ, expected_N2, _ = get_codec("int2").encode(x_ND)
     assert torch.equal(codes_NQ, expected_NQ)
-    assert torch.equal(norm_N2, expected_N2)
     assert fine_NQ.shape == codes_NQ.shape
-    assert bool(decode_nested(codes_NQ, fine_NQ, norm_N2)[-3:].isnan().all())
-    assert bool(decode_nested(codes_NQ, fine_NQ, norm_N2)[:-3].isfinite().all())
+    assert bool(is_bad_N[-3:].all())
+    size_N, wanted_N = decode_norm(norm_N, BIAS), bytes_to_bf16(expected_N2)[:, 0]
+    is_inside_N = (wanted_N > 2**-12.9) & (wanted_N < 2**2.8)
+    assert bool(is_inside_N.any())
+    assert not bool((is_bad_N & is_inside_N).any())
+    ratio_N = size_N[is_inside_N] / wanted_N[is_inside_N]
+    assert bool((ratio_N.log2().abs() <= 1 / 32 + 2**-7).all())
+    for fine in (None, fine_NQ):
+        assert bool(decode_nested(codes_NQ, fine, norm_N).isfinite().all())
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -60,10 +68,13 @@ def test_codes_are_the_nearest_levels(head_dim: int, generator: torch.Generator)
     Thresholds lie up to an eighth of a norm below half-way: a quarter of a norm, at most, is lost.
     """
     x_ND = special_rows(head_dim, generator).clamp(-LIMIT, LIMIT)
-    codes_NQ, fine_NQ, norm_N2 = encode_nested(x_ND)
-    size_ND, norm_N1 = x_ND.double().abs(), bytes_to_bf16(norm_N2).double()
-    base_ND = get_codec("int2").decode(codes_NQ, norm_N2, norm_N2[:, :0], head_dim).double()
-    full_ND = decode_nested(codes_NQ, fine_NQ, norm_N2).double()
+    x_ND = x_ND[~encode_nested(x_ND)[3]]
+    codes_NQ, fine_NQ, norm_N, is_bad_N = encode_nested(x_ND)
+    assert len(x_ND) > 5
+    assert not bool(is_bad_N.any())
+    size_ND, norm_N1 = x_ND.double().abs(), decode_norm(norm_N, BIAS).double()[:, None]
+    base_ND = decode_nested(codes_NQ, None, norm_N).double()
+    full_ND = decode_nested(codes_NQ, fine_NQ, norm_N).double()
     is_outer_ND = base_ND.abs() > 5 * norm_N1
     inner_N = torch.where(is_outer_ND, 0.0, size_ND).amax(1)
     assert bool((torch.where(is_outer_ND, size_ND, float("inf")).amin(1) >= inner_N).all())
@@ -84,7 +95,7 @@ def test_reading_is_unbiased(randn: Randn) -> None:
     codec = get_codec("int2")
     for decoded_ND, each, mean in (
         (codec.decode(*codec.encode(x_ND), 64), 2**-8 + 2**-16, 2**-9),
-        (decode_nested(*encode_nested(x_ND)), 0.15, 0.003 + 0.002),
+        (decode_nested(*encode_nested(x_ND)[:3]), 0.15 + 0.022, 0.003 + 0.003),
     ):
         gain_N = (decoded_ND * x_ND).double().sum(1) / x_ND.double().square().sum(1)
         assert (gain_N - 1).abs().max().item() <= each
@@ -125,12 +136,12 @@ def test_refined_error_on_gaussian_rows(randn: Randn) -> None:
     """.00976 by integration (4 bits that are not nested: .0095), less what a fitting norm wins.
 
     2048 rows of 128: noise below 1 %, the norm below 3 %; rows read at their own length have 1 %
-    more.
+    more; norms of one byte, off by 1.3 % in the mean square, 2 % more.
     """
     x_ND = randn(2048, 128)
-    decoded_ND = decode_nested(*encode_nested(x_ND))
+    decoded_ND = decode_nested(*encode_nested(x_ND)[:3])
     error = ((decoded_ND - x_ND).square().mean() / x_ND.square().mean()).item()
-    assert 0.97 - 0.01 <= error / 0.00976 <= 1.02
+    assert 0.97 - 0.01 <= error / 0.00976 <= 1.02 + 0.02
 
 
 def test_whole_rows_keep_19_bits(generator: torch.Generator) -> None:

@@ -130,11 +130,12 @@ def test_every_result_belongs_to_a_table_and_says_where_it_is_from():
     for result in load_tables().read_results(ROOT / "benchmarks" / "results"):
         kinds = ("demo", "latency", "kv_quality", "train")
         records = ("decode_latency", "decode_kernels", "peer_latency", "serve_overhead")
-        assert result.get("kind") in (*kinds, *records, "reliability"), result["file"]
+        schemes = ("kv_scheme_quality", "kv_needles", "kv_generation", "kv_synthetic")
+        assert result.get("kind") in (*kinds, *records, *schemes, "reliability"), result["file"]
         if result["kind"] == "reliability":
             assert result["passed"] is True, result["goal"]
             assert all(result[key] for key in ("number", "seen", "date", "commit", "command"))
-        elif result["kind"] in records:
+        elif result["kind"] in (*records, *schemes):
             assert all(result[key] for key in ("date", "gpu", "torch", "command")), result["file"]
         elif result["kind"] != "train":
             environment = result["environment"]

@@ -1,50 +1,40 @@
 """What a cache of mixed fidelity costs in quality, on the CPU or a GPU, without its kernels.
 
-A window of text is read in one pass. Each layer's keys and values exist in several versions: as
-they are, and as each codec would give them back. A scheme says which version of each page the
-queries of each page see, so that every position meets the cache as it would stand in stepwise
-decoding: windows move, pages are encoded and demoted on the way. Reference: the same weights, BF16
-rows. Schemes are in kv_schemes.py.
+A window of text is read in one pass, many windows of one length together. Each layer's keys and
+values exist in several versions: as they are, and as each codec would give them back. A scheme says
+which version of each page the queries of each page see, so that every position meets the cache as
+it would stand in stepwise decoding: windows move, pages are encoded and demoted on the way.
+Reference: the same weights, BF16 rows. Schemes are in kv_schemes.py and kv_ours.py.
 
-Letters: T tokens of a window, H query heads, G KV heads, D head dimension (model width in x_TD),
-P pages of 64 tokens, N versions, Q queries of one page (64) of the R heads of a group, V
-vocabulary.
+Letters: W windows, T tokens of a window, H query heads, G KV heads, D head dimension (model width
+in x_WTD), P pages of 64 tokens, C tokens of a page, K tokens of the pages up to one, N versions, Q
+queries of one page of the R heads of a group, M scored tokens, V vocabulary. Rows [G, T, D] have W
+before them where they are of several windows.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from subten.calibration.rows import LayerRows, embed, run_layer
 from subten.core import PAGE_SIZE, ConfigError, RequestError, refuse
 from subten.kernels.cpu_linear import head_logits
-from subten.kernels.norm_rope import norm_rope_torch
-from subten.layers.decoder_layer import DecoderLayer
 from subten.models.decoder import Decoder
 
-LOGIT_ROWS = 512
-"""Rows of float32 logits at once; about five such tensors live together."""
+LOGIT_ROWS = {"cpu": 512, "cuda": 16384}
+"""Rows of float32 logits at once, by device; about five such tensors live together."""
+
+TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 2**17}
+"""Tokens of windows that are read together: on a GPU enough to make launches cheap."""
 
 EXACT_BITS = 16.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerRows:
-    """What one layer would cache of a window, float32 rows [G, T, D] rounded to BF16.
-
-    `raw_key_GTD` is the key before rotary embedding (not rounded), `cos_sin_TD` the angles.
-    """
-
-    layer: int
-    raw_key_GTD: torch.Tensor
-    key_GTD: torch.Tensor
-    value_GTD: torch.Tensor
-    cos_sin_TD: torch.Tensor
 
 
 Tiers = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
@@ -61,11 +51,11 @@ def all_encoded(page: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Scheme:
     """A way to cache, by what its rows decode to.
 
-    `encode(rows)` gives versions 1, 2, ... of the keys and of the values; version 0 is exact.
-    `key_bits` and `value_bits` are true bits an element of each version, metadata included,
-    version 0 included. The first `sinks` tokens, the last `key_window` keys and `value_window`
-    values are exact whatever their page: stored instead of their codes, or with `is_beside` as
-    well as them.
+    `encode(rows)` gives all versions of the keys and of the values; version 0 is what exact rows
+    are read as. `key_bits` and `value_bits` are true bits an element of each version, metadata
+    included. The first `sinks` tokens, the last `key_window` keys and `value_window` values are
+    exact whatever their page: stored instead of their codes, or with `is_beside` as well as them.
+    `codebook_bytes` are those of one model, however many tokens it caches.
     """
 
     name: str
@@ -78,9 +68,13 @@ class Scheme:
     key_window: int = 0
     value_window: int = 0
     is_beside: bool = False
+    codebook_bytes: int = 0
 
-    def true_bits(self, num_tokens: int) -> float:
-        """All bits over elements cached once `num_tokens` are; pages count whole."""
+    def true_bits(self, num_tokens: int, elements: int | None = None) -> float:
+        """All bits over elements cached once `num_tokens` are; pages count whole.
+
+        With `elements` of a token, of all layers, codebooks count.
+        """
         last = -(-num_tokens // PAGE_SIZE) - 1
         total = 0.0
         sides = ((self.key_bits, self.key_window), (self.value_bits, self.value_window))
@@ -91,19 +85,20 @@ class Scheme:
             is_exact_T[max(0, num_tokens - window) : num_tokens] = True
             extra_T = EXACT_BITS - (0.0 if self.is_beside else bits_T)
             total += float((bits_T + is_exact_T * extra_T).sum())
-        return total / (2 * num_tokens)
+        codebooks = 0.0 if elements is None else 8 * self.codebook_bytes / elements
+        return (total / 2 + codebooks) / num_tokens
 
-    def mean_true_bits(self, num_tokens: int) -> float:
+    def mean_true_bits(self, num_tokens: int, elements: int | None = None) -> float:
         """The mean of `true_bits` over the ends of all pages of a window."""
         ends = [*range(PAGE_SIZE, num_tokens, PAGE_SIZE), num_tokens]
-        return sum(self.true_bits(end) for end in ends) / len(ends)
+        return sum(self.true_bits(end, elements) for end in ends) / len(ends)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchemeQuality:
     """One scheme's figures; KLD in nats over next-token distributions, from the reference.
 
-    `true_bits` is that of a full window, `true_bits_mean` the mean over its pages.
+    `true_bits` is that at the end of a full window, `true_bits_mean` the mean over its pages.
     """
 
     scheme: str
@@ -140,88 +135,90 @@ def evaluate_schemes(
     *,
     window: int,
     progress: Callable[[float], None] = lambda _share: None,
-) -> list[SchemeQuality]:
-    """Measure `schemes` on a text cut into windows that do not overlap; one entry each.
+) -> Iterator[SchemeQuality]:
+    """Measure `schemes` on a text cut into windows that do not overlap; each as it is done.
 
     `window` tokens at most the model's context; a shorter last window is scored as well. The first
-    token of a window is not scored. Raises ConfigError for a window that the model cannot take,
-    RequestError for too little text.
+    token of a window is not scored. The reference is read once, before all schemes, and its
+    residual stream kept. Raises ConfigError for a window that the model cannot take, RequestError
+    for too little text.
     """
     limit = model.config.max_model_len
     if not 2 <= window <= limit:
         raise refuse(ConfigError, "window", window, f"2 to the model's context of {limit}")
     if len(token_ids) < 2:
         raise refuse(RequestError, "text", f"{len(token_ids)} tokens", "at least 2 tokens")
-    tallies = [_Tally() for _ in schemes]
-    parts = [token_ids[i : i + window] for i in range(0, len(token_ids), window)]
-    parts = [part for part in parts if len(part) > 1]
-    done, num_passes = 0, len(parts) * (len(schemes) + 1)
-    for part in parts:
-        id_T = torch.tensor(part, device=model.device)
-        reference_TD = hidden_states(model, id_T, EXACT)
+    return _evaluate(model, token_ids, schemes, window, progress)
+
+
+def _evaluate(
+    model: Decoder,
+    token_ids: Sequence[int],
+    schemes: Sequence[Scheme],
+    window: int,
+    progress: Callable[[float], None],
+) -> Iterator[SchemeQuality]:
+    batches = window_batches(model, token_ids, window)
+    done, num_passes = 0, len(batches) * (len(schemes) + 1)
+    references = []
+    for id_WT in batches:
+        references.append(hidden_states(model, id_WT, EXACT))
         done += 1
         progress(done / num_passes)
-        for scheme, tally in zip(schemes, tallies, strict=True):
-            _score(model, id_T, reference_TD, hidden_states(model, id_T, scheme), tally)
+    elements = 2 * model.config.num_layers * model.config.num_kv_heads * model.config.head_dim
+    for scheme in schemes:
+        tally = _Tally()
+        for id_WT, reference_WTD in zip(batches, references, strict=True):
+            _score(model, id_WT, reference_WTD, hidden_states(model, id_WT, scheme), tally)
             done += 1
             progress(done / num_passes)
-    return [tally.result(scheme, window) for scheme, tally in zip(schemes, tallies, strict=True)]
+        yield tally.result(scheme, window, elements)
+
+
+def window_batches(model: Decoder, token_ids: Sequence[int], window: int) -> list[torch.Tensor]:
+    """Windows of a text on the model's device, int64 [W, T]; what is left, if scored, by itself."""
+    id_M = torch.tensor(token_ids, device=model.device)
+    whole = len(id_M) // window * window
+    at_once = max(1, TOKENS_AT_ONCE[model.device.type] // window)
+    batches = list(id_M[:whole].view(-1, window).split(at_once)) if whole else []
+    if len(id_M) - whole > 1:
+        batches.append(id_M[None, whole:])
+    return batches
 
 
 @torch.inference_mode()
 def hidden_states(
     model: Decoder,
-    id_T: torch.Tensor,
+    id_WT: torch.Tensor,
     scheme: Scheme,
     *,
     see: Callable[[LayerRows, torch.Tensor], None] = lambda _rows, _q_HTD: None,
 ) -> torch.Tensor:
-    """One window through all layers under a scheme -> the residual stream [T, d_model], float32.
+    """Windows through all layers under a scheme -> the residual stream [W, T, d_model], float32.
 
-    `see` is shown each layer's exact rows and rotated queries q_HTD, for calibration.
+    One window [T] gives [T, d_model]. `see` is shown each layer's exact rows and rotated queries
+    q_HTD, for calibration.
     """
-    config = model.config
-    num_tokens = len(id_T)
-    position_T = torch.arange(num_tokens, device=id_T.device)
-    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-    x_TD = F.embedding(id_T, model.embedding_VD).float()
-    for index, layer in enumerate(model.layers):
-        assert isinstance(layer, DecoderLayer), type(layer)
-        attention = layer.attention
-        qkv_TN = attention.qkv(x_TD, norm_weight_K=layer.attention_norm_D, eps=config.norm_eps)
-        q_THD, k_TGD, v_TGD = qkv_TN.view(num_tokens, -1, config.head_dim).split(heads, dim=1)
-        turned = [
-            norm_rope_torch(
-                x_THD.float(), model.cos_sin_PD, position_T, norm_weight_D=norm_D, eps=eps
-            )
-            for x_THD, norm_D, eps in (
-                (q_THD, attention.q_norm_D, config.norm_eps),
-                (k_TGD, attention.k_norm_D, config.norm_eps),
-            )
-        ]
-        raw_TGD = k_TGD.float()
-        if attention.k_norm_D is not None:
-            weight_D = attention.k_norm_D.float()
-            raw_TGD = F.rms_norm(raw_TGD, weight_D.shape, weight_D, config.norm_eps)
-        q_HTD, key_GTD, value_GTD = (
-            x.bfloat16().float().transpose(0, 1) for x in (*turned, v_TGD.float())
-        )
-        rows = LayerRows(
-            layer=index,
-            raw_key_GTD=raw_TGD.transpose(0, 1),
-            key_GTD=key_GTD,
-            value_GTD=value_GTD,
-            cos_sin_TD=model.cos_sin_PD[:num_tokens],
-        )
+    views = _page_views(scheme, -(-id_WT.shape[-1] // PAGE_SIZE), model.device)
+
+    def attend(rows: LayerRows, q_HTD: torch.Tensor) -> torch.Tensor:
         see(rows, q_HTD)
         keys, values = scheme.encode(rows)
+        # To attention, heads of other windows are other heads.
         out_HTD = attend_tiers(
-            q_HTD, [key_GTD, *keys], [value_GTD, *values], scheme, scale=attention.scale
+            _flat(q_HTD),
+            [_flat(key_GTD) for key_GTD in keys],
+            [_flat(value_GTD) for value_GTD in values],
+            scheme,
+            scale=model.config.head_dim**-0.5,
+            views=views,
         )
-        out_TN = out_HTD.transpose(0, 1).reshape(num_tokens, -1).to(qkv_TN.dtype)
-        x_TD = attention.output(out_TN, residual_TN=x_TD)
-        x_TD = layer.ffn(x_TD, layer.ffn_norm_D)
-    return x_TD.float()
+        return out_HTD.view_as(q_HTD)
+
+    x_WTD = embed(model, id_WT)
+    for index in range(len(model.layers)):
+        x_WTD = run_layer(model, index, x_WTD, attend)
+    return x_WTD
 
 
 def attend_tiers(
@@ -231,6 +228,7 @@ def attend_tiers(
     scheme: Scheme,
     *,
     scale: float,
+    views: Sequence[_PageView] | None = None,
 ) -> torch.Tensor:
     """Causal attention where each page is seen in the version that the scheme's tiers give.
 
@@ -239,42 +237,83 @@ def attend_tiers(
     num_heads, num_tokens, head_dim = q_HTD.shape
     num_groups = keys[0].shape[0]
     num_pages = -(-num_tokens // PAGE_SIZE)
+    if views is None:
+        views = _page_views(scheme, num_pages, q_HTD.device)
     pad = (0, 0, 0, num_pages * PAGE_SIZE - num_tokens)
-    shape = (num_groups, num_pages, PAGE_SIZE, head_dim)
-    key_NGPCD = torch.stack([F.pad(_with_sinks(k, keys[0], scheme), pad) for k in keys])
-    value_NGPCD = torch.stack([F.pad(_with_sinks(v, values[0], scheme), pad) for v in values])
-    key_NGPCD = key_NGPCD.view(-1, *shape)
-    value_NGPCD = value_NGPCD.view(-1, *shape)
-    q_GRPCD = F.pad(q_HTD * scale, pad).view(num_groups, -1, *shape[1:])
+    sides = []
+    for versions in (keys, values):
+        padded = [F.pad(_with_sinks(x_GTD, versions[0], scheme), pad) for x_GTD in versions]
+        sides.append(torch.stack(padded, dim=1).view(num_groups, -1, PAGE_SIZE, head_dim))
+    key_GNCD, value_GNCD = sides  # All pages of version 0, then of version 1, ...
+    q_GRPCD = F.pad(q_HTD * scale, pad).view(num_groups, -1, num_pages, PAGE_SIZE, head_dim)
     out_GRPCD = torch.empty_like(q_GRPCD)
-    row_C = torch.arange(PAGE_SIZE, device=q_HTD.device)
-    for page in range(num_pages):
+    for page, view in enumerate(views):
         q_GQD = q_GRPCD[:, :, page].reshape(num_groups, -1, head_dim)
-        key_tier_P, value_tier_P = (t.to(q_HTD.device) for t in scheme.tiers(page))
-        page_P = torch.arange(page + 1, device=q_HTD.device)
-        key_PGCD = key_NGPCD[key_tier_P, :, page_P]
-        value_PGCD = value_NGPCD[value_tier_P, :, page_P]
-        s_GQT = q_GQD @ key_PGCD.transpose(0, 1).flatten(1, 2).transpose(1, 2)
-        s_GRCPK = s_GQT.view(num_groups, -1, PAGE_SIZE, page + 1, PAGE_SIZE)
-        for j, is_near_CK in _near_pages(page, scheme.key_window, row_C):
-            exact_GQK = q_GQD @ key_NGPCD[0, :, j].transpose(1, 2)
+        key_GKD = key_GNCD.index_select(1, view.key_place_P).flatten(1, 2)
+        value_GPCD = value_GNCD.index_select(1, view.value_place_P)
+        s_GQK = q_GQD @ key_GKD.mT
+        s_GRCPK = s_GQK.view(num_groups, -1, PAGE_SIZE, page + 1, PAGE_SIZE)
+        for j, is_near_CK in view.near_keys:
+            exact_GQK = q_GQD @ key_GNCD[:, j].mT
             exact_GRCK = exact_GQK.view(num_groups, -1, PAGE_SIZE, PAGE_SIZE)
             s_GRCPK[:, :, :, j] = torch.where(is_near_CK, exact_GRCK, s_GRCPK[:, :, :, j])
-        s_GRCPK[:, :, :, page].masked_fill_(row_C[:, None] < row_C[None, :], -math.inf)
-        p_GQT = s_GQT.softmax(dim=-1)
-        out_GQD = p_GQT @ value_PGCD.transpose(0, 1).flatten(1, 2)
-        p_GRCPK = p_GQT.view_as(s_GRCPK)
-        for j, is_near_CK in _near_pages(page, scheme.value_window, row_C):
+        s_GRCPK[:, :, :, page].masked_fill_(view.is_later_CK, -math.inf)
+        p_GQK = s_GQK.softmax(dim=-1)
+        out_GQD = p_GQK @ value_GPCD.flatten(1, 2)
+        p_GRCPK = p_GQK.view_as(s_GRCPK)
+        for j, is_near_CK in view.near_values:
             near_GQK = (p_GRCPK[:, :, :, j] * is_near_CK).flatten(1, 2)
-            out_GQD += near_GQK @ (value_NGPCD[0, :, j] - value_PGCD[j])
+            out_GQD += near_GQK @ (value_GNCD[:, j] - value_GPCD[:, j])
         out_GRPCD[:, :, page] = out_GQD.view(num_groups, -1, PAGE_SIZE, head_dim)
     return out_GRPCD.view(num_heads, -1, head_dim)[:, :num_tokens]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PageView:
+    """What the queries of one page see: where its versions lie, and which pairs are near.
+
+    Near pages: those with tokens among the last of a window, and which pairs are.
+    """
+
+    key_place_P: torch.Tensor
+    value_place_P: torch.Tensor
+    near_keys: list[tuple[int, torch.Tensor]]
+    near_values: list[tuple[int, torch.Tensor]]
+    is_later_CK: torch.Tensor
+
+
+def _page_views(scheme: Scheme, num_pages: int, device: torch.device) -> list[_PageView]:
+    """One for each page, on the device once for all layers."""
+    row_C = torch.arange(PAGE_SIZE, device=device)
+    distance_CK = row_C[:, None] - row_C[None, :]
+
+    @functools.cache
+    def near_by(window: int, apart: int) -> torch.Tensor:
+        return apart * PAGE_SIZE + distance_CK < window
+
+    views = []
+    for page in range(num_pages):
+        places = [tier_P * num_pages + torch.arange(page + 1) for tier_P in scheme.tiers(page)]
+        near = []
+        for window in (scheme.key_window, scheme.value_window):
+            reach = (window + PAGE_SIZE - 2) // PAGE_SIZE if window else -1
+            first = max(0, page - reach)
+            near.append([(j, near_by(window, page - j)) for j in range(first, page + 1)])
+        view = _PageView(
+            key_place_P=places[0].to(device),
+            value_place_P=places[1].to(device),
+            near_keys=near[0],
+            near_values=near[1],
+            is_later_CK=distance_CK < 0,
+        )
+        views.append(view)
+    return views
 
 
 EXACT = Scheme(
     name="bf16",
     ours=True,
-    encode=lambda _rows: ([], []),
+    encode=lambda rows: ([rows.key_GTD], [rows.value_GTD]),
     key_bits=(EXACT_BITS,),
     value_bits=(EXACT_BITS,),
     tiers=lambda page: (torch.zeros(page + 1, dtype=torch.int64),) * 2,
@@ -282,14 +321,8 @@ EXACT = Scheme(
 """The reference: every row as it is."""
 
 
-def _near_pages(page: int, window: int, row_C: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """Pages with tokens among the last `window` of some query of `page`: which pairs are near."""
-    first = max(0, page - (window + PAGE_SIZE - 2) // PAGE_SIZE) if window else page + 1
-    near = []
-    for j in range(first, page + 1):
-        distance_CK = (page - j) * PAGE_SIZE + row_C[:, None] - row_C[None, :]
-        near.append((j, distance_CK < window))
-    return near
+def _flat(x_GTD: torch.Tensor) -> torch.Tensor:
+    return x_GTD.reshape(-1, *x_GTD.shape[-2:])
 
 
 def _with_sinks(x_GTD: torch.Tensor, exact_GTD: torch.Tensor, scheme: Scheme) -> torch.Tensor:
@@ -298,53 +331,57 @@ def _with_sinks(x_GTD: torch.Tensor, exact_GTD: torch.Tensor, scheme: Scheme) ->
 
 @dataclass(slots=True)
 class _Tally:
-    """What was measured of one scheme so far."""
+    """What was measured of one scheme so far, on the device: nothing waits for a sum."""
 
-    nll: float = 0.0
-    reference_nll: float = 0.0
-    num_agreeing: int = 0
+    nlls: list[torch.Tensor] = field(default_factory=list)
+    reference_nlls: list[torch.Tensor] = field(default_factory=list)
+    is_agreeing: list[torch.Tensor] = field(default_factory=list)
     klds: list[torch.Tensor] = field(default_factory=list)
 
-    def result(self, scheme: Scheme, window: int) -> SchemeQuality:
-        kld = torch.cat(self.klds).double()
-        count = kld.numel()
+    def result(self, scheme: Scheme, window: int, elements: int) -> SchemeQuality:
+        kld, nll, reference_nll = (
+            torch.cat(parts).double().cpu() for parts in (self.klds, self.nlls, self.reference_nlls)
+        )
+        mean, reference_mean = float(nll.mean()), float(reference_nll.mean())
         return SchemeQuality(
             scheme=scheme.name,
             ours=scheme.ours,
             window=window,
-            true_bits=scheme.true_bits(window),
-            true_bits_mean=scheme.mean_true_bits(window),
-            ppl=math.exp(self.nll / count),
-            ppl_reference=math.exp(self.reference_nll / count),
-            ppl_ratio=math.exp((self.nll - self.reference_nll) / count),
+            true_bits=scheme.true_bits(window, elements),
+            true_bits_mean=scheme.mean_true_bits(window, elements),
+            ppl=math.exp(mean),
+            ppl_reference=math.exp(reference_mean),
+            ppl_ratio=math.exp(mean - reference_mean),
             kld_mean=float(kld.mean()),
             kld_p50=float(kld.quantile(0.5)),
             kld_p999=float(kld.quantile(0.999)),
-            top1_agreement=self.num_agreeing / count,
-            num_tokens=count,
+            top1_agreement=float(torch.cat(self.is_agreeing).double().mean()),
+            num_tokens=kld.numel(),
         )
 
 
 @torch.inference_mode()
 def _score(
     model: Decoder,
-    id_T: torch.Tensor,
-    reference_TD: torch.Tensor,
-    tested_TD: torch.Tensor,
+    id_WT: torch.Tensor,
+    reference_WTD: torch.Tensor,
+    tested_WTD: torch.Tensor,
     tally: _Tally,
 ) -> None:
-    """Score the successors of all tokens but the last."""
-    for start in range(0, len(id_T) - 1, LOGIT_ROWS):
-        stop = min(start + LOGIT_ROWS, len(id_T) - 1)
-        target_R1 = id_T[start + 1 : stop + 1, None]
-        reference_RV = logits(model, reference_TD[start:stop]).log_softmax(dim=-1)
-        tested_RV = logits(model, tested_TD[start:stop]).log_softmax(dim=-1)
-        tally.reference_nll -= float(reference_RV.gather(1, target_R1).double().sum())
-        tally.nll -= float(tested_RV.gather(1, target_R1).double().sum())
-        agreeing_R = reference_RV.argmax(dim=-1) == tested_RV.argmax(dim=-1)
-        tally.num_agreeing += int(agreeing_R.sum())
-        kld_R = (reference_RV.exp() * (reference_RV - tested_RV)).sum(dim=-1)
-        tally.klds.append(kld_R.cpu())
+    """Score the successors of all tokens but the last of each window."""
+    rows = LOGIT_ROWS[model.device.type]
+    parts = (
+        id_WT[:, 1:].reshape(-1, 1).split(rows),
+        reference_WTD[:, :-1].flatten(0, 1).split(rows),
+        tested_WTD[:, :-1].flatten(0, 1).split(rows),
+    )
+    for target_M1, reference_MD, tested_MD in zip(*parts, strict=True):
+        reference_MV = logits(model, reference_MD).log_softmax(dim=-1)
+        tested_MV = logits(model, tested_MD).log_softmax(dim=-1)
+        tally.reference_nlls.append(-reference_MV.gather(1, target_M1)[:, 0])
+        tally.nlls.append(-tested_MV.gather(1, target_M1)[:, 0])
+        tally.is_agreeing.append(reference_MV.argmax(dim=-1) == tested_MV.argmax(dim=-1))
+        tally.klds.append((reference_MV.exp() * (reference_MV - tested_MV)).sum(dim=-1))
 
 
 def logits(model: Decoder, x_TD: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Ways to cache keys and values, as torch encode/decode pairs: what others ship, and ours.
+"""Ways to cache keys and values, as torch encode/decode pairs: what others ship, and our codecs.
 
 Others, at their defaults, decode to what their own code would give, stored in as many bits:
 
@@ -12,7 +12,7 @@ Others, at their defaults, decode to what their own code would give, stored in a
 - `turboquant` (Zandieh et al., 2025), without its residual stage, as engines ship it: a random
   rotation, Lloyd-Max levels, one 16-bit norm a row.
 
-Letters: T tokens, G KV heads, D head dimension, N channels or tokens of a group, L layers.
+Letters: T tokens, G KV heads, D head dimension, N channels or tokens of a group.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from subten.bench.kv_calibration import KeyStatistics, KeyTransform, turn
-from subten.bench.kv_lab import EXACT_BITS, LayerRows, Scheme, Tiers, all_encoded
+from subten.bench.kv_lab import EXACT_BITS, Scheme, Tiers, all_encoded
+from subten.calibration.rows import LayerRows
 from subten.codecs import kv_format
-from subten.codecs.nested import decode_nested, encode_nested
 from subten.codecs.rotation import hadamard
 from subten.core import PAGE_SIZE
 
@@ -38,7 +37,7 @@ KIVI_BLOCK = 128
 
 
 def comparison_schemes(head_dim: int) -> list[Scheme]:
-    """What others ship, at 4 and 2 bits where they offer both."""
+    """What others ship, at each width that they offer of 4, 3 and 2 bits."""
     schemes = []
     for bits in (4, 2):
         per_64 = bits + 32 / 64
@@ -56,12 +55,10 @@ def comparison_schemes(head_dim: int) -> list[Scheme]:
                 tiers=flushed_blocks,
             ),
             kivi(bits),
-            _scheme(
-                f"turboquant-{bits}",
-                functools.partial(turboquant_rows, bits=bits),
-                bits=bits + 16 / head_dim,
-            ),
         ]
+    for bits in (4, 3, 2):
+        coder = functools.partial(turboquant_rows, bits=bits)
+        schemes.append(_scheme(f"turboquant-{bits}", coder, bits=bits + 16 / head_dim))
     for group in (32, 64):
         coder = functools.partial(affine_rows, bits=4, group=group)
         schemes.append(_scheme(f"int4-g{group}", coder, bits=4 + 32 / group))
@@ -82,7 +79,8 @@ def kivi(bits: int) -> Scheme:
 
     def encode(rows: LayerRows) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         key_GTD = affine_channels(rows.key_GTD, bits=bits, group=32)
-        return [key_GTD], [affine_rows(rows.value_GTD, bits=bits, group=32)]
+        value_GTD = affine_rows(rows.value_GTD, bits=bits, group=32)
+        return [rows.key_GTD, key_GTD], [rows.value_GTD, value_GTD]
 
     def tiers(page: int) -> tuple[torch.Tensor, torch.Tensor]:
         return flushed_blocks(page)[0], all_encoded(page)[1]
@@ -128,116 +126,6 @@ def ladder(steps: Sequence[tuple[int | None, int, int]], *, first_exact: bool = 
     return tiers
 
 
-KeyCoder = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""Stored rows [G, T, D] and a transform's feedback [G, D, D] -> what the rows decode to."""
-
-
-def protected(
-    name: str,
-    *,
-    keys: Sequence[tuple[KeyCoder, float]],
-    values: Sequence[tuple[RowCoder, float]],
-    tiers: Tiers,
-    statistics: KeyStatistics | None = None,
-    transform: KeyTransform | None = None,
-    sinks: int = 0,
-    window: int = 0,
-) -> Scheme:
-    """Rows less their means, keys under a transform and values rotated, then coded.
-
-    `keys` and `values` are versions 1, 2, ... and their bits an element. Without `statistics`
-    nothing is stripped, without `transform` keys are Hadamard-rotated. The first `sinks` tokens
-    and the last `window` are exact, beside their codes.
-    """
-
-    def encode(rows: LayerRows) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        rotation_DD = hadamard(rows.key_GTD.shape[-1], rows.key_GTD.device)
-        matrix_DD, inverse_DD, feedback_GDD = rotation_DD, rotation_DD.mT, None
-        if transform is not None:
-            matrix_DD = transform.matrix_LGDD[rows.layer]
-            inverse_DD = transform.inverse_LGDD[rows.layer]
-            if transform.feedback_LGDD is not None:
-                feedback_GDD = transform.feedback_LGDD[rows.layer]
-        shift_GTD = center_G1D = torch.zeros((), device=rotation_DD.device)
-        if statistics is not None:
-            shift_GTD = turn(statistics.mean_key_LGD[rows.layer], rows.cos_sin_TD)
-            center_G1D = statistics.mean_value_LGD[rows.layer][:, None]
-        key_GTD = (rows.key_GTD - shift_GTD) @ matrix_DD
-        value_GTD = (rows.value_GTD - center_G1D) @ rotation_DD
-        return (
-            [coder(key_GTD, feedback_GDD) @ inverse_DD + shift_GTD for coder, _ in keys],
-            [coder(value_GTD) @ rotation_DD.mT + center_G1D for coder, _ in values],
-        )
-
-    return Scheme(
-        name=name,
-        ours=True,
-        encode=encode,
-        key_bits=(EXACT_BITS, *(bits for _, bits in keys)),
-        value_bits=(EXACT_BITS, *(bits for _, bits in values)),
-        tiers=tiers,
-        sinks=sinks,
-        key_window=window,
-        value_window=window,
-        is_beside=True,
-    )
-
-
-def alone(coder: RowCoder) -> KeyCoder:
-    """A coder of keys that knows of no feedback."""
-    return lambda x_GTD, _feedback_GDD: coder(x_GTD)
-
-
-def shaped_rows(
-    x_GTD: torch.Tensor,
-    feedback_GDD: torch.Tensor | None,
-    *,
-    bits: int,
-    norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Lloyd-Max codes, channel by channel, each error fed into the channels after it; unbiased.
-
-    `norm` rounds norms to what is stored of them, BF16 by default.
-    """
-    assert feedback_GDD is not None, "a shaped transform"
-    stored = _bf16 if norm is None else norm
-    norm_GT1 = stored(x_GTD.square().mean(dim=-1, keepdim=True).sqrt().clamp(min=1e-30))
-    want_GTD = x_GTD / norm_GT1
-    level_N = lloyd_max_levels(2**bits).to(x_GTD.device)
-    edge_N = (level_N[1:] + level_N[:-1]) / 2
-    read_N = level_N / (1 - lloyd_max_error(2**bits))
-    decoded_GTD = torch.empty_like(want_GTD)
-    for i in range(x_GTD.shape[-1]):
-        decoded_GTD[..., i] = read_N[torch.bucketize(want_GTD[..., i].contiguous(), edge_N)]
-        # The error against the value itself, not against what was asked of this channel.
-        error_GT1 = (x_GTD[..., i] / norm_GT1[..., 0] - decoded_GTD[..., i])[..., None]
-        want_GTD += error_GT1 * feedback_GDD[:, None, i]
-    return decoded_GTD * norm_GT1
-
-
-def lloyd_max_rows(
-    x_D: torch.Tensor,
-    *,
-    bits: int,
-    norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Lloyd-Max codes of rotated rows and the norm for which <x, decoded> = |x|^2.
-
-    `norm` rounds norms to what is stored of them, BF16 by default.
-    """
-    level_N = lloyd_max_levels(2**bits).to(x_D.device)
-    square_1 = x_D.square().sum(dim=-1, keepdim=True)
-    rms_1 = (square_1 / x_D.shape[-1]).sqrt().clamp(min=1e-30)
-    read_D = level_N[torch.bucketize(x_D / rms_1, (level_N[1:] + level_N[:-1]) / 2)]
-    norm_1 = square_1 / (x_D * read_D).sum(dim=-1, keepdim=True).clamp(min=1e-30)
-    return read_D * (_bf16 if norm is None else norm)(norm_1)
-
-
-def byte_norm(norm_1: torch.Tensor) -> torch.Tensor:
-    """Norms of one byte: powers of 2^(1/16), 2^-8 to 2^7.9; within 2.2 % of the norm."""
-    return torch.exp2((norm_1.clamp(min=1e-30).log2() * 16).round().clamp(-128, 127) / 16)
-
-
 def codec_rows(codec: str) -> RowCoder:
     """Rows through a codec's bytes, turned before and back after where the codec is rotated."""
 
@@ -252,19 +140,6 @@ def codec_rows(codec: str) -> RowCoder:
     return coder
 
 
-def plane_rows(kind: str) -> RowCoder:
-    """Rotated rows through the planes of adaptive pages: `nested4`, `int2` (its base), `vq1.5`."""
-
-    def coder(x_D: torch.Tensor) -> torch.Tensor:
-        head_dim = x_D.shape[-1]
-        if kind == "nested4":
-            return decode_nested(*encode_nested(x_D.contiguous()))
-        codec = kv_format(kind, head_dim).codec
-        return codec.decode(*codec.encode(x_D.contiguous()), head_dim)
-
-    return coder
-
-
 def affine_rows(x_D: torch.Tensor, *, bits: int, group: int) -> torch.Tensor:
     """Asymmetric codes, FP16 scale and minimum per `group` neighbouring channels."""
     return _affine(x_D.unflatten(-1, (-1, min(group, x_D.shape[-1]))), bits, dim=-1).flatten(-2)
@@ -272,11 +147,12 @@ def affine_rows(x_D: torch.Tensor, *, bits: int, group: int) -> torch.Tensor:
 
 def affine_channels(x_GTD: torch.Tensor, *, bits: int, group: int) -> torch.Tensor:
     """The same per channel over `group` tokens; what is left of a last group is one of its own."""
-    whole = x_GTD.shape[1] // group * group
-    full_GTD = _affine(x_GTD[:, :whole].unflatten(1, (-1, group)), bits, dim=2).flatten(1, 2)
-    if whole == x_GTD.shape[1]:
+    whole = x_GTD.shape[-2] // group * group
+    groups = x_GTD[..., :whole, :].unflatten(-2, (-1, group))
+    full_GTD = _affine(groups, bits, dim=-2).flatten(-3, -2)
+    if whole == x_GTD.shape[-2]:
         return full_GTD
-    return torch.cat([full_GTD, _affine(x_GTD[:, whole:], bits, dim=1)], dim=1)
+    return torch.cat([full_GTD, _affine(x_GTD[..., whole:, :], bits, dim=-2)], dim=-2)
 
 
 def hqq_rows(x_D: torch.Tensor, *, bits: int, group: int) -> torch.Tensor:
@@ -334,19 +210,6 @@ def lloyd_max_levels(count: int) -> torch.Tensor:
     return level_N.float()  # type: ignore[no-any-return]
 
 
-@functools.cache
-def lloyd_max_error(count: int) -> float:
-    """Mean square error of those levels on a unit Gaussian: 1 - E[level^2], as for centroids."""
-    level_N = lloyd_max_levels(count).double()
-    normal = torch.distributions.Normal(*torch.tensor([0.0, 1.0], dtype=torch.float64))
-    edge_N = torch.cat([level_N[:1] - 40, (level_N[1:] + level_N[:-1]) / 2, level_N[-1:] + 40])
-    return float(1 - (normal.cdf(edge_N).diff() * level_N.square()).sum())
-
-
-def _bf16(x: torch.Tensor) -> torch.Tensor:
-    return x.bfloat16().float()
-
-
 def _affine(x: torch.Tensor, bits: int, *, dim: int) -> torch.Tensor:
     low, high = torch.aminmax(x, dim=dim, keepdim=True)
     low = low.half().float()
@@ -369,7 +232,10 @@ def _scheme(
     return Scheme(
         name=name,
         ours=ours,
-        encode=lambda rows: ([coder(rows.key_GTD)], [coder(rows.value_GTD)]),
+        encode=lambda rows: (
+            [rows.key_GTD, coder(rows.key_GTD)],
+            [rows.value_GTD, coder(rows.value_GTD)],
+        ),
         key_bits=(EXACT_BITS, bits),
         value_bits=(EXACT_BITS, bits),
         tiers=tiers,

@@ -10,15 +10,21 @@ Letters: T tokens, D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from subten.bench.kv_calibration import turn
+from subten.bench.kv_ours import shaped
 from subten.bench.kv_schemes import codec_rows
+from subten.calibration.keys import turn
+from subten.codecs import kv_format
+from subten.codecs.adaptive import ADAPTIVE
+from subten.codecs.mixed import mixed_format
+from subten.codecs.rotation import hadamard
 from subten.config import RopeConfig
-from subten.core import ConfigError, refuse
+from subten.core import PAGE_SIZE, ConfigError, refuse
 from subten.layers.rope import cos_sin_table
 
 ROPE_THETA: Mapping[str, float] = {"llama": 5e5, "qwen2.5": 1e6, "qk_norm": 1e6}
@@ -109,12 +115,42 @@ def synthetic_head(
 def key_error(head: SyntheticHead, codec: str, *, is_stripped: bool) -> float:
     """Squared error of a head's keys through a codec over their energy about the constant.
 
-    The energy without the constant: what scores differ by, and what a codec must keep.
+    The energy without the constant: what scores differ by, and what a codec must keep. `adaptive`
+    is keys of the adaptive cache at 4 bits, Hadamard-rotated.
     """
     shift_TD = head.turned_mean_TD if is_stripped else torch.zeros(())
-    decoded_TD = codec_rows(codec)(head.key_TD - shift_TD) + shift_TD
+    rest_TD = head.key_TD - shift_TD
+    if codec == ADAPTIVE:
+        rotation_DD = hadamard(rest_TD.shape[-1], rest_TD.device)
+        decoded_TD = shaped((rest_TD @ rotation_DD)[None], 4)[0] @ rotation_DD.mT
+    else:
+        decoded_TD = codec_rows(codec)(rest_TD)
     energy = (head.key_TD - head.turned_mean_TD).double().square().sum()
-    return float((decoded_TD - head.key_TD).double().square().sum() / energy)
+    return float((decoded_TD + shift_TD - head.key_TD).double().square().sum() / energy)
+
+
+def key_bits(codec: str, head_dim: int) -> float:
+    """True bits of a codec's keys."""
+    if codec == ADAPTIVE:
+        return mixed_format(head_dim).k_bytes(4) * 8 / (PAGE_SIZE * head_dim)
+    return kv_format(codec, head_dim).true_bits
+
+
+def measure_keys(num_tokens: int = 4096, head_dim: int = 128) -> Iterator[dict[str, Any]]:
+    """Errors of every family with and without stripping, from a fixed seed."""
+    for family in ROPE_THETA:
+        generator = torch.Generator().manual_seed(0)
+        head = synthetic_head(family, num_tokens=num_tokens, head_dim=head_dim, generator=generator)
+        for codec in ("int4", ADAPTIVE, "int2"):
+            for is_stripped in (True, False):
+                yield {
+                    "model": f"synthetic {family}",
+                    "scheme": codec + (", stripped" if is_stripped else ""),
+                    "window": num_tokens,
+                    "head_dim": head_dim,
+                    "true_bits": key_bits(codec, head_dim),
+                    "relative_key_error": key_error(head, codec, is_stripped=is_stripped),
+                }
 
 
 def _turn_rows(x_TD: torch.Tensor, cos_sin_TD: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,10 @@ KEY_FIELDS = (
     "batch_size",
     "context_len",
     "kernel",
+    "model",
+    "text",
+    "window",
+    "scheme",
 )
 """A record with the same values here, absent ones included, takes the place of an older one."""
 

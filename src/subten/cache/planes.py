@@ -1,17 +1,16 @@
-"""Planes of an adaptive cache: the rungs that a page can stand on, and who has which plane.
+"""Planes of an adaptive cache: where the values of each page lie, and who has which plane.
 
-A page id of an adaptive cache owns planes instead of bytes at a fixed place. A plane spans all
-layers and KV heads and belongs to one of five pools, whose sizes are fixed at the start:
+A page id owns its plane of keys, as it owns a page of any other cache. Its values lie in planes of
+pools, whose sizes are fixed at the start; a plane spans all layers and KV heads:
 
-    hot    rows in BF16, K and V          fine   a refinement of K, or of V
-    base   2-bit codes, K and V           cold   vector-quantised codes, K and V
+    base   2-bit codes            fine   2 bits more
+    cold   1.5 bits, in place of both
     sink   the first rows of a sequence in BF16, beside its first page's codes
 
-    rung   HOT    K4V4          MIDDLE       K2V2   COLD
-    planes hot    base + 2 fine base + fine  base   cold
+    rung   V4            V2     COLD
+    planes base + fine   base   cold
 
-A page only ever goes to the right. MIDDLE has the refinement of K, or of V, for a whole ledger: 4
-bits there and 2 in the other. No torch here.
+A page only ever goes to the right. A sequence also has a ring of its recent rows. No torch here.
 """
 
 from __future__ import annotations
@@ -22,77 +21,69 @@ from enum import IntEnum
 
 
 class Rung(IntEnum):
-    """Fidelity of a page, from best to coarsest; EMPTY has no planes."""
+    """Fidelity of a page's values, from best to coarsest; EMPTY has no planes."""
 
     EMPTY = -1
-    HOT = 0
-    K4V4 = 1
-    MIDDLE = 2
-    K2V2 = 3
-    COLD = 4
-
-
-KIND_EMPTY, KIND_HOT, KIND_BASE, KIND_COLD = -1, 0, 1, 2
-"""First number of a place record, as the kernels read it."""
+    V4 = 0
+    V2 = 1
+    COLD = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a page lies: `first` is its hot, base or cold plane by `kind`; -1 is none."""
+    """Where values of a page lie: ids of planes, -1 for none."""
 
-    kind: int = KIND_EMPTY
-    first: int = -1
-    fine_k: int = -1
-    fine_v: int = -1
+    base: int = -1
+    fine: int = -1
+    cold: int = -1
 
     @property
     def rung(self) -> Rung:
         """The fidelity that these planes give."""
-        if self.kind == KIND_BASE:
-            return Rung(Rung.K2V2 - (self.fine_k >= 0) - (self.fine_v >= 0))
-        return _RUNG_OF_KIND[self.kind]
+        if self.cold >= 0:
+            return Rung.COLD
+        if self.base < 0:
+            return Rung.EMPTY
+        return Rung.V2 if self.fine < 0 else Rung.V4
 
     @property
-    def name(self) -> str:
-        """The fidelity in words: empty, hot, k4v4, k4v2, k2v4, k2v2 or cold."""
-        if self.kind == KIND_BASE:
-            return f"k{2 if self.fine_k < 0 else 4}v{2 if self.fine_v < 0 else 4}"
-        return _RUNG_OF_KIND[self.kind].name.lower()
-
-    @property
-    def record(self) -> tuple[int, int, int, int]:
-        """The row of `place_P4`."""
-        return self.kind, self.first, self.fine_k, self.fine_v
+    def record(self) -> tuple[int, int, int]:
+        """The row of `place_P3`."""
+        return self.base, self.fine, self.cold
 
 
 NOWHERE = Place()
-_RUNG_OF_KIND = {KIND_EMPTY: Rung.EMPTY, KIND_HOT: Rung.HOT, KIND_COLD: Rung.COLD}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlaneNumbers:
-    """One number for each kind of plane: bytes of one, or how many there are."""
+    """One number for each kind of plane: bytes of one, or how many there are.
 
-    hot: int
+    `key` planes are as many as page ids, `ring`s as many as sequences at a time.
+    """
+
+    key: int
     base: int
     fine: int
     cold: int
     sink: int = 0
+    ring: int = 0
 
     @property
     def by_rung(self) -> tuple[int, ...]:
         """Bytes of a page by rung, where these numbers are bytes; EMPTY, -1, is the last."""
-        base, fine = self.base, self.fine
-        return self.hot, base + 2 * fine, base + fine, base, self.cold, 0
+        key, base = self.key, self.base
+        return key + base + self.fine, key + base, key + self.cold, 0
 
     def dot(self, other: PlaneNumbers) -> int:
         """Sum of products: bytes of so many planes."""
         return (
-            self.hot * other.hot
+            self.key * other.key
             + self.base * other.base
             + self.fine * other.fine
             + self.cold * other.cold
             + self.sink * other.sink
+            + self.ring * other.ring
         )
 
 
@@ -113,8 +104,13 @@ class PlanePool:
 
     @property
     def num_used(self) -> int:
-        """Planes that a page has."""
+        """Planes that somebody has."""
         return self.num_planes - len(self._free)
+
+    @property
+    def free_ids(self) -> tuple[int, ...]:
+        """The planes that nobody has."""
+        return tuple(self._free)
 
     def take(self) -> int:
         """A free plane; there must be one."""
@@ -139,40 +135,32 @@ class PlanePool:
 
 
 class PlaneLedger:
-    """The pools and the place of every page id; moves planes, never bytes.
+    """The pools, the place of every page id and the ring of every sequence; never moves bytes."""
 
-    `frees_v_first` says which fine plane a page on MIDDLE no longer has.
-    """
-
-    def __init__(
-        self,
-        counts: PlaneNumbers,
-        plane_bytes: PlaneNumbers,
-        num_pages: int,
-        *,
-        frees_v_first: bool = True,
-    ) -> None:
-        self.frees_v_first = frees_v_first
+    def __init__(self, counts: PlaneNumbers, plane_bytes: PlaneNumbers) -> None:
         self.counts = counts
         self.plane_bytes = plane_bytes
         self._bytes_by_rung = plane_bytes.by_rung
-        self.hot = PlanePool(counts.hot)
         self.base = PlanePool(counts.base)
         self.fine = PlanePool(counts.fine)
         self.cold = PlanePool(counts.cold)
         self.sink = PlanePool(counts.sink)
+        self.ring = PlanePool(counts.ring)
+        self.places = [NOWHERE] * counts.key
         self.sink_of: dict[int, int] = {}
-        self.places = [NOWHERE] * num_pages
+        self.ring_of: dict[str, int] = {}
+        self.num_open = 0
 
     @property
     def used(self) -> PlaneNumbers:
         """Planes taken, by kind."""
         return PlaneNumbers(
-            hot=self.hot.num_used,
+            key=self.num_open,
             base=self.base.num_used,
             fine=self.fine.num_used,
             cold=self.cold.num_used,
             sink=self.sink.num_used,
+            ring=self.ring.num_used,
         )
 
     @property
@@ -186,36 +174,22 @@ class PlaneLedger:
         return self._bytes_by_rung[self.places[page_id].rung] + sink_bytes
 
     def open(self, page_id: int) -> None:
-        """Give an empty page its hot plane."""
-        assert self.places[page_id].kind == KIND_EMPTY, (page_id, self.places[page_id])
-        self.places[page_id] = Place(KIND_HOT, self.hot.take())
+        """Give an empty page a base plane, and a fine one if there is one."""
+        assert self.places[page_id] == NOWHERE, (page_id, self.places[page_id])
+        fine = self.fine.take() if self.fine.num_free else -1
+        self.places[page_id] = Place(self.base.take(), fine)
+        self.num_open += 1
 
-    def lower(self, page_id: int, rung: Rung) -> None:
-        """Bring a page down to `rung`: what it no longer needs is free at once."""
+    def lower(self, page_id: int) -> None:
+        """Bring a page down a rung: what it no longer needs is free at once."""
         place = self.places[page_id]
-        assert Rung.HOT <= place.rung < rung, (page_id, place, rung)
-        if rung is Rung.COLD:
-            self._clear_place(page_id)
-            self.places[page_id] = Place(KIND_COLD, self.cold.take())
+        if place.rung is Rung.V4:
+            self.fine.give_back(place.fine)
+            self.places[page_id] = Place(place.base)
             return
-        kept, freed = place.fine_k, place.fine_v
-        if not self.frees_v_first:
-            kept, freed = freed, kept
-        if place.kind == KIND_HOT:
-            self.hot.give_back(place.first)
-            base = self.base.take()
-            kept = self.fine.take() if rung <= Rung.MIDDLE else -1
-            freed = self.fine.take() if rung is Rung.K4V4 else -1
-        else:
-            base = place.first
-            if freed >= 0:
-                self.fine.give_back(freed)
-                freed = -1
-            if rung is Rung.K2V2:
-                self.fine.give_back(kept)
-                kept = -1
-        fine_k, fine_v = (kept, freed) if self.frees_v_first else (freed, kept)
-        self.places[page_id] = Place(KIND_BASE, base, fine_k, fine_v)
+        assert place.rung is Rung.V2, (page_id, place)
+        self.base.give_back(place.base)
+        self.places[page_id] = Place(cold=self.cold.take())
 
     def keep_sink(self, page_id: int) -> None:
         """Give a page the sink plane that keeps its first rows."""
@@ -231,28 +205,41 @@ class PlaneLedger:
     def clear(self, page_id: int) -> None:
         """Take all planes of a page, if it has any."""
         self.drop_sink(page_id)
-        self._clear_place(page_id)
-
-    def _clear_place(self, page_id: int) -> None:
         place = self.places[page_id]
-        if place.kind != KIND_EMPTY:
-            (self.hot, self.base, self.cold)[place.kind].give_back(place.first)
-        for fine in (place.fine_k, place.fine_v):
-            if fine >= 0:
-                self.fine.give_back(fine)
+        if place == NOWHERE:
+            return
+        for pool, plane in ((self.base, place.base), (self.fine, place.fine)):
+            if plane >= 0:
+                pool.give_back(plane)
+        if place.cold >= 0:
+            self.cold.give_back(place.cold)
         self.places[page_id] = NOWHERE
+        self.num_open -= 1
+
+    def enter(self, request_id: str) -> int:
+        """The ring of a sequence, its own from the first call to `leave`."""
+        if request_id not in self.ring_of:
+            self.ring_of[request_id] = self.ring.take()
+        return self.ring_of[request_id]
+
+    def leave(self, request_id: str) -> None:
+        """Take the ring of a sequence, if it has one."""
+        ring = self.ring_of.pop(request_id, None)
+        if ring is not None:
+            self.ring.give_back(ring)
 
     def check_integrity(self) -> None:
-        """Assert that every plane has at most one page, and that the bytes add up."""
-        kinds = ((self.hot, KIND_HOT), (self.base, KIND_BASE), (self.cold, KIND_COLD))
-        for pool, kind in kinds:
-            pool.check_integrity(place.first for place in self.places if place.kind == kind)
-        fines = [f for place in self.places for f in (place.fine_k, place.fine_v) if f >= 0]
-        self.fine.check_integrity(fines)
+        """Assert that every plane has at most one owner, and that the bytes add up."""
+        places = [place for place in self.places if place != NOWHERE]
+        self.base.check_integrity(place.base for place in places if place.base >= 0)
+        self.fine.check_integrity(place.fine for place in places if place.fine >= 0)
+        self.cold.check_integrity(place.cold for place in places if place.cold >= 0)
         self.sink.check_integrity(self.sink_of.values())
-        for place in self.places:
-            assert place.kind == KIND_BASE or (place.fine_k, place.fine_v) == (-1, -1), place
-            kept, freed = (place.fine_k, place.fine_v)[:: 1 if self.frees_v_first else -1]
-            assert freed < 0 or kept >= 0, place
+        self.ring.check_integrity(self.ring_of.values())
+        assert self.num_open == len(places), (self.num_open, len(places))
+        for place in places:
+            assert (place.base < 0) == (place.cold >= 0), place
+            assert place.fine < 0 or place.base >= 0, place
         total = sum(self.page_bytes(page_id) for page_id in range(len(self.places)))
+        total += len(self.ring_of) * self.plane_bytes.ring
         assert total == self.bytes_used, (total, self.bytes_used)

@@ -5,7 +5,8 @@ Letters: L layers, P pages, G KV heads, B bytes of one page of one KV head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -42,11 +43,6 @@ class PagePool:
         self.pages_LPGB = torch.empty(shape, dtype=torch.uint8, device=device)
 
     @property
-    def pages(self) -> torch.Tensor:
-        """What the model gets: `pages_LPGB`."""
-        return self.pages_LPGB
-
-    @property
     def capacity(self) -> int:
         """Tokens that fit, over all sequences."""
         return self.num_pages * PAGE_SIZE
@@ -80,14 +76,32 @@ class PagePool:
         num_elements = num_tokens * self.num_layers * self.num_kv_heads * 2 * self.fmt.head_dim
         return num_bytes * 8 / num_elements if num_tokens else None
 
-    def use(self, page_ids: Sequence[int]) -> CacheUse:
-        """What these pages take."""
+    def use(self, page_ids: Sequence[int], *, num_seqs: int = 1) -> CacheUse:  # noqa: ARG002
+        """What these pages take; a sequence has nothing else."""
         num_bytes = self.bytes_used(len(page_ids))
         return CacheUse(num_bytes=num_bytes, pages_by_kind={self.fmt.codec.name: len(page_ids)})
 
-    def write_page(self, page_id: int) -> int:
-        """The row of P that tokens of a page are written to: its own."""
-        return page_id
+    def eager_step(self, spans: Sequence[Span]) -> torch.Tensor:  # noqa: ARG002
+        """What the model gets for a step: `pages_LPGB`."""
+        return self.pages_LPGB
+
+    def decode_step(self, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:  # noqa: ARG002
+        """What the model gets for a captured step of one token a sequence."""
+        return self.pages_LPGB
+
+    chunk_step = decode_step
+
+    def decode_layout(self, num_rows: int) -> dict[str, Any]:  # noqa: ARG002
+        """Arrays besides the step's own that a captured step needs: none."""
+        return {}
+
+    chunk_layout = decode_layout
+
+    def fill_decode(self, host: Mapping[str, Any], spans: Sequence[Span]) -> None:
+        """Nothing to fill."""
+
+    def fill_chunk(self, host: Mapping[str, Any], span: Span | None) -> None:
+        """Nothing to fill."""
 
     def prepare(self, spans: Sequence[Span]) -> None:
         """Before a step: nothing to do, a page lies where it lies."""

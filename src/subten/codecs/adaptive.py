@@ -1,11 +1,12 @@
-"""The format of an adaptive cache, whose pages start in BF16 and go down a ladder (nested.py)."""
+"""The format of an adaptive cache: exact rows, and planes that its pages lie in (mixed.py)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from subten.codecs import CODECS, KVFormat, kv_format
-from subten.codecs.nested import MixedFormat, mixed_format
+from subten.codecs import CODECS, KVFormat, kv_format, layout
+from subten.codecs.mixed import MixedFormat, mixed_format
+from subten.codecs.plain import BF16
 from subten.core import ConfigError, refuse
 
 ADAPTIVE = "adaptive"
@@ -14,18 +15,19 @@ ADAPTIVE = "adaptive"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptiveFormat(KVFormat):
-    """The hot page, which tokens are appended to, and in `mixed` all that it may become."""
+    """Rows as recent tokens have them, rotated and in BF16, and in `mixed` the planes of pages."""
 
     mixed: MixedFormat
 
 
 def adaptive_format(head_dim: int) -> AdaptiveFormat:
-    """The format for `head_dim`; ConfigError for one that no Hadamard block divides."""
+    """The format for `head_dim`; ConfigError for one that is not a multiple of 16, or above 256."""
     mixed = mixed_format(head_dim)
-    values = {field.name: getattr(mixed.hot, field.name) for field in fields(KVFormat)}
-    summary = "BF16 sinks and window; the rest in 4 to 1.5 bits, by importance"
-    codec = replace(mixed.hot.codec, name=ADAPTIVE, summary=summary)
-    return AdaptiveFormat(**(values | {"codec": codec}), mixed=mixed)
+    summary = "K shaped at 2 to 4 bits, V at 4 to 1.5 by importance; sinks and recent tokens exact"
+    codec = replace(BF16, name=ADAPTIVE, summary=summary, is_rotated=True)
+    exact = layout(codec, head_dim)
+    values = {field.name: getattr(exact, field.name) for field in fields(KVFormat)}
+    return AdaptiveFormat(**values, mixed=mixed)
 
 
 def cache_format(name: str, head_dim: int) -> KVFormat:

@@ -22,8 +22,10 @@ from subten.codecs.bits import (
     bytes_to_bf16,
     check_planes,
     load_bf16,
+    nan_where,
     store_bf16,
 )
+from subten.codecs.fixed_point import round_bf16, round_bf16_device
 from subten.codecs.lloyd_max import (
     INNER,
     OUTER,
@@ -45,9 +47,9 @@ def _row_bytes(head_dim: int) -> RowBytes:
 
 
 def _encode(x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x_ND, norm_N1, is_outer_ND = norm_of(x_ND)
+    x_ND, norm_N1, is_outer_ND, is_finite_N1 = norm_of(x_ND)
     codes_NQ = pack_pairs(is_outer_ND | (x_ND < 0) << 1)
-    norm_N2 = bf16_to_bytes(norm_N1)
+    norm_N2 = bf16_to_bytes(torch.where(is_finite_N1, round_bf16(norm_N1), float("nan")))
     return codes_NQ, norm_N2, norm_N2[..., :0]
 
 
@@ -75,7 +77,8 @@ def _device_encode(
     BLOCK_D: tl.constexpr,
 ) -> None:
     tl.static_assert(CODES < SCALE and SCALE < ZERO)
-    x_ND, norm_N, is_outer_ND = norm_of_device(x_ND, HEAD_DIM, BLOCK_D)
+    x_ND, norm_N, is_outer_ND, is_bad_N = norm_of_device(x_ND, HEAD_DIM, BLOCK_D)
+    norm_N = nan_where(is_bad_N, round_bf16_device(norm_N))
     code_ND = is_outer_ND.to(tl.int32) | ((x_ND < 0).to(tl.int32) << 1)
     row_ptr_N = page_N + CODES + row_N * (HEAD_DIM // 4)
     store_pairs(row_ptr_N, code_ND, mask_N, HEAD_DIM, BLOCK_D)

@@ -31,13 +31,8 @@ from typing import Any
 
 import torch
 
-from subten.codecs.bits import are_finite, check_rows, magnitude_bits, nan_where
-from subten.codecs.fixed_point import (
-    round_bf16,
-    round_bf16_device,
-    to_whole,
-    to_whole_device,
-)
+from subten.codecs.bits import are_finite, check_rows, magnitude_bits
+from subten.codecs.fixed_point import to_whole, to_whole_device
 from subten.kernels.triton_shim import tl, triton_jit
 
 INNER, OUTER, THRESHOLD = 3.0, 10.0, 6.5
@@ -58,10 +53,12 @@ _ROUNDS = 2
 """Rounds of codes and norm in turn; a third would take 0.3 % off the error of Gaussian rows."""
 
 
-def norm_of(x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """float32 rows -> `(x_ND, norm_N1, is_outer_ND)`: finite and limited rows, norms, 2-bit codes.
+def norm_of(
+    x_ND: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """float32 rows -> `(x_ND, norm_N1, is_outer_ND, is_finite_N1)`.
 
-    Norms are BF16 values. That of a row with a NaN or an infinity is NaN, and its values are 0.
+    Rows limited, and 0 where they are not finite; their norms, not yet rounded; their 2-bit codes.
     """
     check_rows(x_ND)
     is_finite_N1 = are_finite(x_ND)
@@ -77,8 +74,7 @@ def norm_of(x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
         is_outer_ND, product_N1, square_N1 = _levels_under(fit_N1, size_ND, total_N1)
     length_N1 = size_ND.long().square().sum(dim=-1, keepdim=True).float()
     norm_N1 = torch.minimum(length_N1 / product_N1.clamp(min=1.0), 2 * (product_N1 / square_N1))
-    norm_N1 = round_bf16(norm_N1 * unit_N1)
-    return x_ND, torch.where(is_finite_N1, norm_N1, float("nan")), is_outer_ND
+    return x_ND, norm_N1 * unit_N1, is_outer_ND, is_finite_N1
 
 
 def _levels_under(
@@ -118,7 +114,7 @@ def unpack_pairs(byte_NQ: torch.Tensor) -> torch.Tensor:
 
 @triton_jit
 def norm_of_device(x_ND: tl.tensor, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr) -> Any:
-    """Device twin of `norm_of`; `norm` comes as [N], and channels past HEAD_DIM are 0."""
+    """Device twin of `norm_of`, but `is_bad_N` last; channels past HEAD_DIM are 0."""
     x_ND = tl.where((tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], x_ND, 0.0)
     is_bad_N = tl.max(magnitude_bits(x_ND), axis=1) >= 0x7F800000
     x_ND = tl.where(is_bad_N[:, None], 0.0, x_ND)
@@ -134,8 +130,7 @@ def norm_of_device(x_ND: tl.tensor, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexp
     length_N = tl.sum(size_ND.to(tl.int64) * size_ND, axis=1).to(tl.float32)
     norm_N = tl.div_rn(length_N, tl.maximum(product_N, 1.0))
     norm_N = tl.minimum(norm_N, 2 * tl.div_rn(product_N, square_N))
-    norm_N = round_bf16_device(norm_N * unit_N)
-    return x_ND, nan_where(is_bad_N, norm_N), is_outer_ND
+    return x_ND, norm_N * unit_N, is_outer_ND, is_bad_N
 
 
 @triton_jit

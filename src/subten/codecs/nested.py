@@ -1,33 +1,27 @@
-"""Pages of mixed fidelity: a 2-bit plane that stands alone, and a plane that refines it to 4 bits.
+"""Values at 2 bits, and a plane that refines them to 4: rows, rotated, with a norm of one byte.
 
-The base of a row is what codec `int2` stores, byte for byte: codes and norm. The fine plane has the
-two bits that tell which quarter of its cell a value lies in; with it a row has 4 bits a channel.
-Dropping the fine plane takes no arithmetic, and no value is ever rounded twice.
+Base codes are those of `int2` (lloyd_max.py). The fine plane has the two bits that tell which
+quarter of its cell a value lies in; with it a row has 4 bits a channel. Dropping the fine plane
+takes no arithmetic, and no value is ever rounded twice.
 
-    hot   | K 64 x 2D | V 64 x 2D |                                       BF16, rotated
-    base  | K codes 64 x D/4 | K norm 64 x 2 | V codes | V norm |         int2
-    fine  | 64 x D/4 |                                                    of K or of V
-    cold  | K codes 64 x 3D/16 | K norm 64 x 2 | V codes | V norm |       vq1.5
+Rows are finite: a row with a NaN or an infinity, or with a norm above the range of the byte, comes
+with a flag, for the caller to refuse, and what is stored of it means nothing.
 
-Letters: N rows, D head_dim, Q D / 4, L layers, G KV heads, P page ids, H hot, B base, F fine and C
-cold planes (ids of their own), the last dimension bytes.
+Letters: N rows, D head_dim, Q D / 4.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from subten.codecs import KVCodec, KVFormat, kv_format, layout
-from subten.codecs.bits import bf16_to_bytes, bytes_to_bf16, load_bf16, store_bf16
 from subten.codecs.lloyd_max import (
     FINE_LEVELS,
+    INNER,
+    OUTER,
     level_2bit,
     level_4bit,
-    load_pairs,
     magnitude_codes,
     magnitude_codes_device,
     norm_of,
@@ -36,111 +30,72 @@ from subten.codecs.lloyd_max import (
     store_pairs,
     unpack_pairs,
 )
-from subten.codecs.plain import BF16
-from subten.core import PAGE_SIZE
+from subten.codecs.norm_byte import (
+    decode_norm,
+    encode_norm,
+    encode_norm_device,
+    exact_norm_device,
+)
 from subten.kernels.triton_shim import tl, triton_jit
 
-EMPTY, HOT, BASE, COLD = -1, 0, 1, 2
-"""What a page is, the first number of its record (kind, first, fine_k, fine_v) in `place_P4`.
-
-`first` is the id of its plane of that kind; `fine_k` and `fine_v` are ids of fine planes or -1.
-"""
-
-BF16_ROTATED: KVCodec = dataclasses.replace(
-    BF16, name="bf16_rotated", summary="BF16 of rotated rows, for hot pages", is_rotated=True
-)
+BIAS = 208
+"""Norms from 2^-13 to 2^2.9, deviations of a row from 2^-10.4 to 2^5.4."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MixedFormat:
-    """The planes that pages of one head dimension may lie in; `fine_bytes` of K or of V alone."""
-
-    head_dim: int
-    hot: KVFormat
-    base: KVFormat
-    cold: KVFormat
-    fine_bytes: int
-
-
-def mixed_format(head_dim: int) -> MixedFormat:
-    """Formats of hot, base, fine and cold planes; ConfigError where int2 refuses `head_dim`."""
-    base, cold = kv_format("int2", head_dim), kv_format("vq1.5", head_dim)
-    plane_bytes = base.row.codes * PAGE_SIZE
-    return MixedFormat(
-        head_dim=head_dim,
-        hot=layout(BF16_ROTATED, head_dim),
-        base=base,
-        cold=cold,
-        fine_bytes=plane_bytes,
-    )
-
-
-def encode_nested(x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """float32 rows -> `(codes_NQ, fine_NQ, norm_N2)`, uint8; codes and norm are those of `int2`."""
-    x_ND, norm_N1, is_outer_ND = norm_of(x_ND)
-    code_ND = magnitude_codes(x_ND, norm_N1, is_outer_ND)
+def encode_nested(
+    x_ND: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """float32 rows -> `(codes_NQ, fine_NQ, norm_N, is_bad_N)`, uint8 but for the flags."""
+    x_ND, norm_N1, is_outer_ND, is_finite_N1 = norm_of(x_ND)
+    byte_N, is_over_N = encode_norm(norm_N1[..., 0], BIAS)
+    code_ND = magnitude_codes(x_ND, decode_norm(byte_N, BIAS)[..., None], is_outer_ND)
     fine_NQ = pack_pairs(code_ND & 3)
     codes_NQ = pack_pairs(code_ND >> 2 | (x_ND < 0) << 1)
-    return codes_NQ, fine_NQ, bf16_to_bytes(norm_N1)
+    return codes_NQ, fine_NQ, byte_N, is_over_N | ~is_finite_N1[..., 0]
 
 
 def decode_nested(
-    codes_NQ: torch.Tensor, fine_NQ: torch.Tensor, norm_N2: torch.Tensor
+    codes_NQ: torch.Tensor, fine_NQ: torch.Tensor | None, norm_N: torch.Tensor
 ) -> torch.Tensor:
-    """Rows at 4 bits, float32 [N, D]; without the fine plane it is `int2`'s decode."""
+    """Rows at 4 bits, or without the fine plane at 2: float32 [N, D]."""
+    norm_N1 = decode_norm(norm_N, BIAS)[..., None]
+    if fine_NQ is None:
+        level_4 = torch.tensor([INNER, OUTER, -INNER, -OUTER], device=codes_NQ.device)
+        return level_4[unpack_pairs(codes_NQ).int()] * norm_N1
     # A code is is_outer + 2 * is_negative: with the fine code below, the sign is the top bit.
     positive_8 = torch.tensor(FINE_LEVELS, device=codes_NQ.device)
     level_16 = torch.cat([positive_8, -positive_8])
     code_ND = unpack_pairs(codes_NQ) * 4 + unpack_pairs(fine_NQ)
-    return level_16[code_ND.long()] * bytes_to_bf16(norm_N2)
+    return level_16[code_ND.int()] * norm_N1
 
 
 @triton_jit
 def device_store_nested(
     x_ND: tl.tensor,
-    page: tl.tensor,
-    fine: tl.tensor,
-    has_fine: tl.tensor,
-    row_N: tl.tensor,
+    base_N: tl.tensor,
+    fine_N: tl.tensor,
+    norm_N: tl.tensor,
     mask_N: tl.tensor,
-    CODES: tl.constexpr,
-    SCALE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
-    """Device twin of `encode_nested`: into a base plane, and a fine plane where there is one."""
-    QUARTER: tl.constexpr = HEAD_DIM // 4
-    x_ND, norm_N, is_outer_ND = norm_of_device(x_ND, HEAD_DIM, BLOCK_D)
-    code_ND = magnitude_codes_device(x_ND, norm_N, is_outer_ND)
-    base_ND = (code_ND >> 2) | ((x_ND < 0).to(tl.int32) << 1)
-    store_pairs(page + CODES + row_N * QUARTER, base_ND, mask_N, HEAD_DIM, BLOCK_D)
-    store_bf16(page + SCALE, row_N, norm_N, mask_N)
-    if has_fine:
-        store_pairs(fine + row_N * QUARTER, code_ND & 3, mask_N, HEAD_DIM, BLOCK_D)
-
-
-@triton_jit
-def device_load_nested(
-    page: tl.tensor,
-    fine: tl.tensor,
-    has_fine: tl.tensor,
-    row_N: tl.tensor,
-    mask_N: tl.tensor,
-    CODES: tl.constexpr,
-    SCALE: tl.constexpr,
+    fine_mask_N: tl.tensor,
+    table_ptr: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> Any:
-    """`(level_ND, norm_N)` float32 with value = level * norm, at 4 bits or, without fine, at 2.
+    """Device twin of `encode_nested`, into the rows at these pointers; returns `is_bad_N`.
 
-    Level 0 past HEAD_DIM, both 0 in masked rows. `has_fine` is one bool, the same for all rows.
+    `table_ptr` leads to `norm_byte.norm_table`.
     """
-    QUARTER: tl.constexpr = HEAD_DIM // 4
-    code_ND = load_pairs(page + CODES + row_N * QUARTER, mask_N, HEAD_DIM, BLOCK_D)
-    if has_fine:
-        fine_ND = load_pairs(fine + row_N * QUARTER, mask_N, HEAD_DIM, BLOCK_D)
-        level_ND = level_4bit(code_ND, fine_ND)
-    else:
-        level_ND = level_2bit(code_ND)
-    mask_ND = mask_N[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
-    return tl.where(mask_ND, level_ND, 0.0), load_bf16(page + SCALE, row_N, mask_N)
+    x_ND, size_N, is_outer_ND, is_bad_N = norm_of_device(x_ND, HEAD_DIM, BLOCK_D)
+    byte_N, is_over_N = encode_norm_device(size_N, 208)
+    code_ND = magnitude_codes_device(x_ND, exact_norm_device(byte_N, table_ptr, 208), is_outer_ND)
+    base_ND = (code_ND >> 2) | ((x_ND < 0).to(tl.int32) << 1)
+    store_pairs(base_N, base_ND, mask_N, HEAD_DIM, BLOCK_D)
+    store_pairs(fine_N, code_ND & 3, fine_mask_N, HEAD_DIM, BLOCK_D)
+    tl.store(norm_N, byte_N.to(tl.uint8), mask=mask_N)
+    return is_bad_N | is_over_N
+
+
+@triton_jit
+def nested_level(base: tl.tensor, fine: tl.tensor, has_fine: tl.tensor) -> Any:
+    """Levels of base codes (int32), refined by codes of a fine plane where there is one."""
+    return tl.where(has_fine, level_4bit(base, fine), level_2bit(base))

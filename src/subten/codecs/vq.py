@@ -104,6 +104,13 @@ def nearest_pair(x_N8: torch.Tensor, rows_C8: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _encode(x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    codes_NB, norm_N1, is_finite_N1 = encode_vectors(x_ND)
+    norm_N2 = bf16_to_bytes(torch.where(is_finite_N1, round_bf16(norm_N1), float("nan")))
+    return codes_NB, norm_N2, norm_N2[..., :0]
+
+
+def encode_vectors(x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """float32 rows -> `(codes_NB, norm_N1, is_finite_N1)`: norms not yet rounded, bad rows 0."""
     check_rows(x_ND)
     head_dim = x_ND.shape[-1]
     is_finite_N1 = are_finite(x_ND)
@@ -122,18 +129,17 @@ def _encode(x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     square_N1 = level_ND.square().sum(dim=-1, keepdim=True).clamp(min=1).float()
     length_N1 = whole_ND.long().square().sum(dim=-1, keepdim=True).float()
     norm_N1 = torch.minimum(length_N1 / product_N1.clamp(min=1.0), 2 * (product_N1 / square_N1))
-    norm_N1 = round_bf16(norm_N1 * unit_N1)
-    norm_N2 = bf16_to_bytes(torch.where(is_finite_N1, norm_N1, float("nan")))
     parts = (first_NV.to(torch.uint8), pack_nibbles(second_NV.to(torch.uint8)))
-    return torch.cat(parts, dim=-1), norm_N2, norm_N2[..., :0]
+    return torch.cat(parts, dim=-1), norm_N1 * unit_N1, is_finite_N1
 
 
-_CHUNK = 4096
-"""Vectors searched at once: bounds the scores to 4 MiB, which stay in cache."""
+_CHUNK = {"cpu": 2**12, "cuda": 2**18}
+"""Vectors searched at once: bounds the scores, on a CPU to 4 MiB, which stay in cache, on a GPU to
+256 MiB, which keep it busy."""
 
 
 def _chunked_pairs(y_N8: torch.Tensor, rows_C8: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    found = [nearest_pair(part_N8, rows_C8) for part_N8 in y_N8.split(_CHUNK)]
+    found = [nearest_pair(part_N8, rows_C8) for part_N8 in y_N8.split(_CHUNK[y_N8.device.type])]
     return torch.cat([first for first, _ in found]), torch.cat([second for _, second in found])
 
 
@@ -141,13 +147,18 @@ def _decode(
     codes_NB: torch.Tensor, norm_N2: torch.Tensor, zero_N0: torch.Tensor, head_dim: int
 ) -> torch.Tensor:
     check_planes((codes_NB, norm_N2, zero_N0), _row_bytes(head_dim))
-    num_vectors = head_dim // VECTOR
+    # Rows of an odd number of bytes, cut out of one tensor, leave norms at odd addresses: a copy.
+    return decode_vectors(codes_NB) * bytes_to_bf16(norm_N2.clone())
+
+
+def decode_vectors(codes_NB: torch.Tensor) -> torch.Tensor:
+    """Codes [N, 3D/16] -> rows of norm 1, float32 [N, D]."""
+    num_vectors = codes_NB.shape[-1] * 2 // 3
     first_NV = codes_NB[..., :num_vectors].int()
     second_NV = unpack_nibbles(codes_NB[..., num_vectors:]).int()
     rows_C8 = codebook(codes_NB.device).float()
     level_NV8 = rows_C8[first_NV] + rows_C8[second_NV + FIRST]
-    # Rows of an odd number of bytes, cut out of one tensor, leave norms at odd addresses: a copy.
-    return level_NV8.flatten(-2) * bytes_to_bf16(norm_N2.clone())
+    return level_NV8.flatten(-2)
 
 
 # Per vector y of 8 channels, in whole steps:  the largest of y . (a + b) - 2 |a + b|^2 over first a
@@ -170,6 +181,21 @@ def _device_encode(
     BLOCK_D: tl.constexpr,
 ) -> None:
     tl.static_assert(CODES < SCALE and SCALE < ZERO)
+    row_ptr_N = page_N + CODES + row_N * (HEAD_DIM * 3 // 16)
+    norm_N, is_bad_N = store_vectors(row_ptr_N, x_ND, mask_N, tables, HEAD_DIM, BLOCK_D)
+    store_bf16(page_N + SCALE, row_N, nan_where(is_bad_N, round_bf16_device(norm_N)), mask_N)
+
+
+@triton_jit
+def store_vectors(
+    row_ptr_N: tl.tensor,
+    x_ND: tl.tensor,
+    mask_N: tl.tensor,
+    tables: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> Any:
+    """Store codes of rows at `row_ptr_N`; `(norm_N, is_bad_N)`, as `encode_vectors` has them."""
     NUM_ROWS: tl.constexpr = x_ND.shape[0]
     BLOCK_V: tl.constexpr = BLOCK_D // 8
     is_inside_1D = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
@@ -193,15 +219,13 @@ def _device_encode(
     length_N = tl.sum(whole_ND.to(tl.int64) * whole_ND, axis=1).to(tl.float32)
     norm_N = tl.div_rn(length_N, tl.maximum(product_N, 1.0))
     norm_N = tl.minimum(norm_N, 2 * tl.div_rn(product_N, square_N))
-    norm_N = round_bf16_device(norm_N * unit_N)
-    store_bf16(page_N + SCALE, row_N, nan_where(is_bad_N, norm_N), mask_N)
-    row_ptr_N = page_N + CODES + row_N * (HEAD_DIM * 3 // 16)
     v = tl.arange(0, BLOCK_V)
     first_NV = tl.reshape(first_N, (NUM_ROWS, BLOCK_V)).to(tl.uint8)
     mask_NV = mask_N[:, None] & (v < HEAD_DIM // 8)[None, :]
     tl.store(row_ptr_N[:, None] + v[None, :], first_NV, mask=mask_NV)
     second_NV = tl.reshape(second_N, (NUM_ROWS, BLOCK_V))
     store_nibbles(row_ptr_N + HEAD_DIM // 8, second_NV, mask_N, HEAD_DIM // 8, BLOCK_V)
+    return norm_N * unit_N, is_bad_N
 
 
 @triton_jit
@@ -260,17 +284,30 @@ def _device_decode(
     BLOCK_D: tl.constexpr,
 ) -> Any:
     tl.static_assert(CODES < SCALE and SCALE < ZERO)
-    NUM_ROWS: tl.constexpr = row_N.shape[0]
-    BLOCK_V: tl.constexpr = BLOCK_D // 8
     row_ptr_N = page + CODES + row_N * (HEAD_DIM * 3 // 16)
+    level_ND = load_vectors(row_ptr_N, mask_N, tables, HEAD_DIM, BLOCK_D)
+    norm_N = load_bf16(page + SCALE, row_N, mask_N)
+    return level_ND, norm_N, tl.zeros_like(norm_N)
+
+
+@triton_jit
+def load_vectors(
+    row_ptr_N: tl.tensor,
+    mask_N: tl.tensor,
+    tables: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> Any:
+    """Device twin of `decode_vectors`; 0 where masked or past HEAD_DIM."""
+    NUM_ROWS: tl.constexpr = row_ptr_N.shape[0]
+    BLOCK_V: tl.constexpr = BLOCK_D // 8
     v = tl.arange(0, BLOCK_V)
     mask_NV = mask_N[:, None] & (v < HEAD_DIM // 8)[None, :]
     first_NV = tl.load(row_ptr_N[:, None] + v[None, :], mask=mask_NV, other=0).to(tl.int32)
     second_NV = load_nibbles(row_ptr_N + HEAD_DIM // 8, mask_N, HEAD_DIM // 8, BLOCK_V)
     level_ND = tl.reshape(_levels(first_NV, second_NV, tables), (NUM_ROWS, BLOCK_D))
     mask_ND = mask_N[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
-    norm_N = load_bf16(page + SCALE, row_N, mask_N)
-    return tl.where(mask_ND, level_ND, 0.0), norm_N, tl.zeros_like(norm_N)
+    return tl.where(mask_ND, level_ND, 0.0)
 
 
 VQ1_5 = KVCodec(

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from subten.core import PAGE_SIZE, Sequence
+from subten.cache.fidelity import Span
+from subten.core import PAGE_SIZE, BatchItem, Sequence
 from subten.engine.scheduler import BAD_LOGITS
 from subten.kernels.sample import SamplingTensors
 
@@ -88,6 +89,16 @@ def sample_step(
     params = SamplingTensors(**{name: inputs[name] for name in SAMPLING_LAYOUT})
     token_S, is_ok_S = sample(logits_SV, params)
     return logits_SV, token_S, torch.where(is_ok_S, token_S, BAD_LOGITS)
+
+
+def span_of(item: BatchItem) -> Span:
+    """What a step computes of a sequence, as pools are told of it."""
+    return span(item.sequence, item.start, item.start + item.num_tokens)
+
+
+def span(sequence: Sequence, start: int, end: int) -> Span:
+    """Tokens [start, end) of a sequence."""
+    return Span(sequence.request.request_id, sequence.page_ids, start, end)
 
 
 class Event:

@@ -25,6 +25,7 @@ from subten.engine.graph_inputs import (
     fill_sampling,
     kv_bucket,
     sample_step,
+    span,
 )
 from subten.kernels.step import StepTensors
 
@@ -80,6 +81,7 @@ class DecodeGraphs:
                 "slot_T": ("int64", (rows,)),
                 "kv_len_S": ("int32", (rows,)),
                 **{name: (dtype, (rows,)) for name, dtype in SAMPLING_LAYOUT.items()},
+                **pool.decode_layout(rows),
             },
             device,
         )
@@ -162,7 +164,7 @@ class DecodeGraphs:
             max_kv_len=bucket,
             max_query_len=1,
         )
-        logits_SV = self._model(step, self._pool.pages)
+        logits_SV = self._model(step, self._pool.decode_step(inputs))
         if self._expert_load is not None:
             # The last time that this runs is the capture itself, whose tensors each replay fills.
             self._routed[size, bucket] = self._expert_load.routed()
@@ -172,7 +174,7 @@ class DecodeGraphs:
         host = self._inputs.next_host()
         for i, row in enumerate(rows):
             sequence, position = row.sequence, row.position
-            page = self._pool.write_page(sequence.page_ids[position // PAGE_SIZE])
+            page = sequence.page_ids[position // PAGE_SIZE]
             if position < len(sequence.token_ids):
                 host["token_id_T"][i] = sequence.token_ids[position]
             host["position_T"][i] = position
@@ -183,6 +185,8 @@ class DecodeGraphs:
         padding = slice(len(rows), size)
         for name, values in host.items():
             values[padding] = -1 if name == "slot_T" else 0
+        spans = [span(row.sequence, row.position, row.position + 1) for row in rows]
+        self._pool.fill_decode(host, spans)
         self._inputs.upload()
 
 

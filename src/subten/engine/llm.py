@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,8 +16,14 @@ from subten.cache.adaptive_pool import AdaptivePool
 from subten.cache.allocator import PageAllocator
 from subten.cache.pool import KVPool, PagePool
 from subten.cache.use import CacheUse
+from subten.calibration.keys_at_load import (
+    MIN_TOKENS,
+    calibrate_keys,
+    read_text,
+    shipped_text,
+)
 from subten.codecs.adaptive import AdaptiveFormat
-from subten.config import EngineConfig
+from subten.config import EngineConfig, cache_dir
 from subten.core import (
     Request,
     RequestError,
@@ -42,6 +49,8 @@ from subten.engine.scheduler import Scheduler
 from subten.engine.stop import NoText, TextOutput
 from subten.tokenizer import Tokenizer
 from subten.weights.load import LoadedModel, load_model
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["LLM", "Chunk", "Completion", "Usage"]
 
@@ -90,6 +99,7 @@ class LLM:
         kv_cold_pages: bool = False,
         kv_sink_tokens: int | None = None,
         kv_window_tokens: int | None = None,
+        kv_calibration: str | None = None,
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -115,6 +125,7 @@ class LLM:
             kv_cold_pages=kv_cold_pages,
             kv_sink_tokens=kv_sink_tokens,
             kv_window_tokens=kv_window_tokens,
+            kv_calibration=kv_calibration,
             seed=seed,
         )
         self._live: dict[str, _Live] = {}
@@ -178,8 +189,8 @@ class LLM:
     def cache_use(self) -> CacheUse:
         """What the pages take that sequences hold now, by kind."""
         allocator = self.engine.scheduler.allocator
-        pages = range(allocator.num_pages)
-        return self.pool.use([page for page in pages if allocator.num_holders(page)])
+        pages = [page for page in range(allocator.num_pages) if allocator.num_holders(page)]
+        return self.pool.use(pages, num_seqs=len(self.engine.scheduler.running))
 
     def close(self) -> None:
         """End every request and let go of weights and pages; the instance is of no use after it."""
@@ -225,7 +236,12 @@ class LLM:
         self.model_config = self.loaded.config
         self.tokenizer = self.loaded.tokenizer
         fmt = self.loaded.model.fmt
-        limits = resolve_limits(config, self.model_config, fmt, self.device)
+        sensitivity = None
+        if isinstance(fmt, AdaptiveFormat):
+            sensitivity = self._calibrate()
+        limits = resolve_limits(
+            config, self.model_config, fmt, self.device, sensitivity=sensitivity
+        )
         self.max_model_len = limits.max_model_len
         self.max_num_seqs = limits.max_num_seqs
         self.pool = self._new_pool(limits)
@@ -265,13 +281,31 @@ class LLM:
         return AdaptivePool(
             fmt=fmt,
             plan=limits.adaptive.plan,
-            policy=limits.adaptive.policy,
             num_sinks=limits.adaptive.num_sinks,
-            demote=model.ops.demote,
+            window=limits.adaptive.window,
+            demote=model.ops.demote_values,
             max_rows=limits.max_num_seqs + SIZE_STEP - 1,
             max_model_len=limits.max_model_len,
+            max_step_tokens=self.config.max_num_batched_tokens,
             **shape,
         )
+
+    def _calibrate(self) -> list[float] | None:
+        """Learn from a text how to store keys; how much each layer suffers from coarse ones."""
+        asked, model = self.config.kv_calibration, self.loaded.model
+        if asked == "none" or (asked is None and self.tokenizer is None):
+            return None
+        tokenizer = self._need_tokenizer("kv_calibration")
+        token_ids = tokenizer.encode(shipped_text() if asked is None else read_text(asked))
+        if asked is None and (
+            max(token_ids) >= self.model_config.vocab_size or len(token_ids) < MIN_TOKENS
+        ):
+            # A tokenizer of a few words, as tests have, makes of any text what is none.
+            logger.warning("kv_calibration: none, as the model's tokenizer does not know the text")
+            return None
+        found = calibrate_keys(model, token_ids, folder=cache_dir())
+        found.apply(model)
+        return found.noise_L.tolist()  # type: ignore[no-any-return]
 
     def _graphs(self) -> dict[str, Any]:
         """CUDA graphs of the runner, where steps can be captured: torch ops wait for the device."""

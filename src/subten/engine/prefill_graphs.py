@@ -23,6 +23,7 @@ from subten.engine.graph_inputs import (
     fill_sampling,
     kv_bucket,
     sample_step,
+    span_of,
 )
 from subten.kernels.step import QUERY_TILE, StepTensors
 
@@ -66,6 +67,7 @@ class PrefillGraphs:
                 "query_start_S1": ("int32", (2,)),
                 "tile_seq_Q": ("int32", (most // QUERY_TILE,)),
                 **{name: (dtype, (1,)) for name, dtype in SAMPLING_LAYOUT.items()},
+                **pool.chunk_layout(most),
             },
             device,
         )
@@ -116,7 +118,8 @@ class PrefillGraphs:
             max_kv_len=bucket,
             max_query_len=size,
         )
-        logits_SV = self._model(step, self._pool.pages)
+        rows = {**inputs, "row_T": inputs["row_T"][:size]} if "row_T" in inputs else inputs
+        logits_SV = self._model(step, self._pool.chunk_step(rows))
         return sample_step(logits_SV, self._sample, inputs)
 
     def _fill(self, item: BatchItem | None, size: int) -> None:
@@ -133,15 +136,13 @@ class PrefillGraphs:
         if item is not None:
             sequence, end = item.sequence, item.start + num_tokens
             pages = sequence.page_ids
-            first = item.start // PAGE_SIZE
-            written = [self._pool.write_page(p) for p in pages[first : -(-end // PAGE_SIZE)]]
             host["token_id_T"][:num_tokens] = sequence.token_ids[item.start : end]
             host["position_T"][:num_tokens] = range(item.start, end)
             host["slot_T"][:num_tokens] = [
-                written[i // PAGE_SIZE - first] * PAGE_SIZE + i % PAGE_SIZE
-                for i in range(item.start, end)
+                pages[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE for i in range(item.start, end)
             ]
             host["kv_len_S"][0] = end
             fill_sampling(host, 0, sequence, sequence.num_output)
             self._page_table.set_row(0, pages)
+        self._pool.fill_chunk(host, None if item is None else span_of(item))
         self._inputs.upload()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from subten.cache.pool import bytes_per_page
@@ -63,12 +64,17 @@ def check_loaded(config: EngineConfig, loaded: LoadedModel) -> None:
 
 
 def resolve_limits(
-    config: EngineConfig, model: ModelConfig, fmt: KVFormat, device: Device
+    config: EngineConfig,
+    model: ModelConfig,
+    fmt: KVFormat,
+    device: Device,
+    *,
+    sensitivity: Sequence[float] | None = None,
 ) -> Limits:
     """Pages and context length; call it with the weights in memory.
 
     The context length never exceeds the pool: one that was asked for is refused with ConfigError,
-    the model's own is lowered with a warning.
+    the model's own is lowered with a warning. `sensitivity` is that of an adaptive cache's layers.
     """
     max_model_len = config.max_model_len or model.max_model_len
     if max_model_len > model.max_model_len:
@@ -79,7 +85,7 @@ def resolve_limits(
             f"1 to {model.max_model_len} (the model's own), or None",
         )
     if isinstance(fmt, AdaptiveFormat):
-        return _adaptive_limits(config, model, fmt, device)
+        return _adaptive_limits(config, model, fmt, device, sensitivity)
     num_pages = config.num_pages
     if num_pages is None:
         num_pages = _affordable_pages(config, model, fmt, device)
@@ -107,12 +113,17 @@ def resolve_limits(
 
 
 def _adaptive_limits(
-    config: EngineConfig, model: ModelConfig, fmt: AdaptiveFormat, device: Device
+    config: EngineConfig,
+    model: ModelConfig,
+    fmt: AdaptiveFormat,
+    device: Device,
+    sensitivity: Sequence[float] | None,
 ) -> Limits:
     memory, asked = None, config.kv_memory_bytes
     if config.num_pages is None or asked is not None:
-        base_bytes = bytes_per_page(model.num_layers, model.num_kv_heads, fmt.mixed.base)
-        memory = _affordable_bytes(config, model, base_bytes, device)
+        mixed = fmt.mixed
+        page_bytes = model.num_layers * model.num_kv_heads * (mixed.k_bytes(2) + mixed.base_bytes)
+        memory = _affordable_bytes(config, model, page_bytes, device)
     if asked is not None:
         assert memory is not None
         # On a CPU `cpu_kv_cache_bytes` is a default, not what the machine has.
@@ -120,7 +131,7 @@ def _adaptive_limits(
             allowed = f"at most {memory[1]}, the {memory[0]}"
             raise refuse(ConfigError, "kv_memory_bytes", asked, allowed)
         memory = ("kv_memory_bytes", asked)
-    found = resolve_adaptive(config, model, fmt, memory=memory)
+    found = resolve_adaptive(config, model, fmt, memory=memory, sensitivity=sensitivity)
     return Limits(
         num_pages=found.plan.num_pages,
         max_model_len=found.max_model_len,

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from subten.cache.fidelity import Span
 from subten.cache.pool import KVPool
 from subten.core import Batch, BatchItem, Fault, no_fault
 from subten.device import on_device
 from subten.engine.expert_load import ExpertLoad
+from subten.engine.graph_inputs import span_of
 from subten.engine.graphs import DecodeGraphs
 from subten.engine.prefill_graphs import PrefillGraphs
 from subten.engine.sampler import Sampler
@@ -24,7 +24,7 @@ from subten.kernels.cpu_linear import FEW_ROWS
 from subten.kernels.step import StepTensors, make_step
 
 Model = Callable[[StepTensors, Any], torch.Tensor]
-"""`model(step, pool.pages) -> logits_SV` float32, as `models.decoder.Decoder` has it."""
+"""`model(step, pool.eager_step(spans)) -> logits_SV` float32, as `Decoder` has it."""
 
 
 class Runner:
@@ -65,7 +65,7 @@ class Runner:
         """
         tokens: list[int | None] = [None] * len(batch.items)
         groups = self._groups(batch)
-        spans = [_span(item) for item in batch.items]
+        spans = [span_of(item) for item in batch.items]
         is_decode = all(item.num_tokens == 1 for item in batch.items)
         settle = _Once(lambda: self._pool.settle(spans, is_decode=is_decode))
         with on_device(self._device):
@@ -146,15 +146,15 @@ class Runner:
             starts=[i.start for i in items],
             page_ids=[i.sequence.page_ids for i in items],
             device=self._device,
-            write_page=self._pool.write_page,
         )
+        pages = self._pool.eager_step([span_of(item) for item in items])
         if not _reads_prompt(items[0]):
-            logits_SV = self._model(step, self._pool.pages)
+            logits_SV = self._model(step, pages)
             if self._expert_load is not None and self._expert_load.is_due:
                 self._expert_load.take(self._expert_load.routed(), len(step.token_id_T))
             return self._sampler.choose(logits_SV, items)
         row_T = torch.arange(items[0].num_tokens, device=self._device)
-        logits_TV = self._model(replace(step, logit_row_S=row_T), self._pool.pages)
+        logits_TV = self._model(replace(step, logit_row_S=row_T), pages)
         is_ok = self._sampler.read_prompt(logits_TV, items[0])
         return self._sampler.choose(logits_TV[-1:], items) if is_ok else [BAD_LOGITS]
 
@@ -162,13 +162,6 @@ class Runner:
 def _reads_prompt(item: BatchItem) -> bool:
     """Whether every row of logits of a chunk is wanted, for log-probabilities of the prompt."""
     return item.sequence.wants_prompt_logprobs and item.start < item.sequence.num_prompt
-
-
-def _span(item: BatchItem) -> Span:
-    sequence = item.sequence
-    return Span(
-        sequence.request.request_id, sequence.page_ids, item.start, item.start + item.num_tokens
-    )
 
 
 def _nothing() -> None:

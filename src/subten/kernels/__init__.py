@@ -28,8 +28,9 @@ _TABLE: Mapping[str, tuple[str, str | None]] = {
     "kv_append": ("kv_append", "kv_append"),
     "attend": ("attend", "attend"),
     "append_attend": ("append_attend", "append_attend"),
+    "append_mixed": ("append_mixed", None),
     "attend_mixed": ("attend_mixed", None),
-    "demote": ("demote", None),
+    "demote_values": ("demote", None),
     "sample": ("sample", None),
 }
 
@@ -56,8 +57,9 @@ class Ops:
     kv_append: Callable[..., Any]
     attend: Callable[..., Any]
     append_attend: Callable[..., Any]
+    append_mixed: Callable[..., Any]
     attend_mixed: Callable[..., Any]
-    demote: Callable[..., Any]
+    demote_values: Callable[..., Any]
     sample: Callable[..., Any]
     backend: Mapping[str, str]
 

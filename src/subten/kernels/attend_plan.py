@@ -55,12 +55,14 @@ def plan_attend(
     is_float32: bool,
     max_query_len: int,
     max_kv_len: int,
+    max_rows: int | None = None,
 ) -> AttendPlan:
     """Choose tile and splits from host integers alone; `out_bytes` is the size of an FP32 output.
 
     Decode (single tokens) has three tiers by the number of unsplit programs: less than one an SM,
     less than four, more. Within a tier the split of a sequence depends on its own length alone,
     so that its result does too. A captured graph holds for every length up to `max_kv_len`.
+    `max_rows` bounds the rows of a tile of BF16 queries; by default it is what fits in registers.
     """
     is_decode = max_query_len == 1
     tile_tokens = 1 if is_decode else QUERY_TILE
@@ -68,7 +70,7 @@ def plan_attend(
     # accumulator of 128 rows at head_dim 256 (255 registers and 800 bytes of stack for int4).
     if is_float32:
         max_rows = 32 if head_dim <= 64 else 16
-    else:
+    elif max_rows is None:
         max_rows = 128 if head_dim <= 128 else 64
     block_heads = min(_power_of_two_from(group), max_rows // tile_tokens)
     head_blocks = -(-group // block_heads)

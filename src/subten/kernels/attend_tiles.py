@@ -27,7 +27,13 @@ def num_sms(device: torch.device) -> int:
     return detect(str(device)).num_sms
 
 
-def plan_for(q_THD: torch.Tensor, num_kv_heads: int, step: StepTensors, num_sms: int) -> AttendPlan:
+def plan_for(
+    q_THD: torch.Tensor,
+    num_kv_heads: int,
+    step: StepTensors,
+    num_sms: int,
+    max_rows: int | None = None,
+) -> AttendPlan:
     """`plan_attend` for these queries and this step."""
     num_tokens, num_heads, head_dim = q_THD.shape
     return plan_attend(
@@ -40,6 +46,7 @@ def plan_for(q_THD: torch.Tensor, num_kv_heads: int, step: StepTensors, num_sms:
         is_float32=q_THD.dtype == torch.float32,
         max_query_len=step.max_query_len,
         max_kv_len=step.max_kv_len,
+        max_rows=max_rows,
     )
 
 

@@ -84,19 +84,21 @@ def experts_torch(
     num_tokens, top_k = routing.topk_id_TK.shape
     if num_tokens == 1:
         return _experts_of_one(routing, gate_up, down, residual_1D=residual_TD)
-    assignments: dict[int, list[int]] = {}
-    for assignment, expert in enumerate(routing.topk_id_TK.flatten().tolist()):
-        assignments.setdefault(expert, []).append(assignment)
-    if not assignments:
-        return residual_TD.clone()
-    parts = []
-    for expert, rows in assignments.items():
-        h_RD = routing.h_TD[[row // top_k for row in rows]]
+    # By expert, in whole tensors: lists of a text's assignments would take longer than its sums.
+    id_A = routing.topk_id_TK.flatten()
+    order_A = id_A.argsort(stable=True)
+    h_AD = routing.h_TD[order_A // top_k]
+    parts, start = [], 0
+    for expert, count in enumerate(torch.bincount(id_A).tolist()):
+        if count == 0:
+            continue
+        h_RD, start = h_AD[start : start + count], start + count
         gate_RF, up_RF = product_torch(h_RD, gate_up, (expert,)).chunk(2, dim=-1)
         act_RF = (F.silu(gate_RF) * up_RF).to(h_RD.dtype)
         parts.append(product_torch(act_RF, down, (expert,)))
-    order = torch.tensor([row for rows in assignments.values() for row in rows])
-    y_TKD = torch.cat(parts)[order.argsort().to(parts[0].device)].view(num_tokens, top_k, -1)
+    if not parts:
+        return residual_TD.clone()
+    y_TKD = torch.cat(parts)[order_A.argsort()].view(num_tokens, top_k, -1)
     sum_TD = (y_TKD.float() * routing.topk_weight_TK.unsqueeze(-1)).sum(dim=1)
     return (residual_TD.float() + sum_TD).to(residual_TD.dtype)
 

@@ -1,207 +1,209 @@
-"""Pages of mixed fidelity in memory: the four pools of planes, and where each page id lies.
+"""One layer of an adaptive cache in memory: planes of pages, where each page lies, exact rows.
 
-Letters: L layers, G KV heads, P page ids; H hot, B base, F fine, C cold and X sink planes, each
-with ids of its own; the last letter of a pool is bytes. D head_dim, N rows (of `page_N`: pages).
+Letters: L layers, G KV heads, P page ids; X base, Y fine and Z cold planes of values, each with ids
+of its own, X sink planes too; N exact rows (of `page_N`: pages, of a result: keys), E 2D, the last
+letter of a pool is bytes. T tokens, S sequences of a step, D head_dim, O outlier channels.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from subten.codecs import KVFormat
-from subten.codecs.nested import (
-    BASE,
-    COLD,
-    HOT,
-    MixedFormat,
-    decode_nested,
-    device_load_nested,
-)
+from subten.codecs.mixed import MixedFormat, decode_cold
+from subten.codecs.nested import decode_nested
+from subten.codecs.shaped import decode_shaped
 from subten.core import PAGE_SIZE
-from subten.kernels.kv_append import check_pages, page_planes
-from subten.kernels.triton_shim import tl, triton_jit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedPages:
-    """One layer's planes, uint8, and the records of all page ids, int32 [P, 4], on one device.
+    """One layer's planes, uint8, laid out as codecs/mixed.py says; all on one device.
 
-    A record is (kind, first, fine_k, fine_v): HOT, BASE, COLD or EMPTY, the plane's id in that
-    pool, and for BASE the ids of fine planes of K and V, or -1. Bytes of a plane are adjacent;
-    other strides are free, so that a layer of a pool [planes, L, G, bytes] fits as it is.
+    Keys of a page lie in `k_PGB` at its id, at `k_bits` a channel. Its values lie where `place_P3`
+    int32 says, (base, fine, cold): ids of planes or -1; cold, or base alone, or base and fine.
+    Bytes of a plane are adjacent; other strides are free.
 
-    `sink_XGB`, planes of | K S x 2D bytes | V S x 2D bytes |, has the first S rows of a sequence as
-    a hot page has them: where the first page of a sequence is not HOT and `sink_P`, int32, has a
-    plane for it, not -1, they are read in place of the page's own. Both or none.
+    `recent_NGE` bf16 has exact rows, | K D | V D |, in the basis in which planes hold them; whose
+    they are is told by a `Window`. `sink_XGB` has the first S rows of a sequence likewise, | K S x
+    2D bytes | V S x 2D bytes |; `sink_P` int32 names the plane of a page, or -1. Both or none.
+
+    `outlier_GO` int32: channels of keys, distinct in a head, that `k_out_PGB` keeps in BF16, 64
+    rows of O numbers a page, in place of their codes. Both or none.
     """
 
-    hot_HGB: torch.Tensor
-    base_BGB: torch.Tensor
-    fine_FGB: torch.Tensor
-    cold_CGB: torch.Tensor
-    place_P4: torch.Tensor
+    k_PGB: torch.Tensor
+    k_bits: int
+    vbase_XGB: torch.Tensor
+    vfine_YGB: torch.Tensor
+    vcold_ZGB: torch.Tensor
+    place_P3: torch.Tensor
+    recent_NGE: torch.Tensor
     sink_XGB: torch.Tensor | None = None
     sink_P: torch.Tensor | None = None
+    k_out_PGB: torch.Tensor | None = None
+    outlier_GO: torch.Tensor | None = None
 
     @property
     def num_kv_heads(self) -> int:
         """G."""
-        return self.hot_HGB.shape[1]
+        return self.k_PGB.shape[1]
+
+    @property
+    def num_outliers(self) -> int:
+        """O, 0 without outlier planes."""
+        return 0 if self.outlier_GO is None else self.outlier_GO.shape[1]
 
     def num_sinks(self, fmt: MixedFormat) -> int:
         """S, rows of a sink plane; 0 without sink planes."""
-        return 0 if self.sink_XGB is None else self.sink_XGB.shape[2] // (2 * fmt.hot.row.codes)
+        return 0 if self.sink_XGB is None else self.sink_XGB.shape[2] // fmt.exact_bytes(1)
 
     def check(self, fmt: MixedFormat) -> None:
         """Assert widths, dtypes, strides and one device."""
-        for pool, pool_fmt in (
-            (self.hot_HGB, fmt.hot),
-            (self.base_BGB, fmt.base),
-            (self.cold_CGB, fmt.cold),
+        num_sinks, num_outliers = self.num_sinks(fmt), self.num_outliers
+        num_pages, num_kv_heads, head_dim = len(self.k_PGB), self.num_kv_heads, fmt.head_dim
+        assert (self.sink_XGB is None) == (self.sink_P is None), "sink_XGB and sink_P: one alone"
+        assert (self.k_out_PGB is None) == (self.outlier_GO is None), "outliers: one alone"
+        assert num_sinks <= PAGE_SIZE, num_sinks
+        assert num_outliers < head_dim, (num_outliers, head_dim)
+        for name, pool, num_bytes in (
+            ("k_PGB", self.k_PGB, fmt.k_bytes(self.k_bits)),
+            ("vbase_XGB", self.vbase_XGB, fmt.base_bytes),
+            ("vfine_YGB", self.vfine_YGB, fmt.fine_bytes),
+            ("vcold_ZGB", self.vcold_ZGB, fmt.cold_bytes),
+            ("sink_XGB", self.sink_XGB, fmt.exact_bytes(num_sinks)),
+            ("k_out_PGB", self.k_out_PGB, fmt.outlier_bytes(num_outliers)),
         ):
-            check_pages(pool, self.num_kv_heads, pool_fmt)
-        assert self.fine_FGB.dtype == torch.uint8, self.fine_FGB.dtype
-        fine_shape = (self.num_kv_heads, fmt.fine_bytes)
-        assert self.fine_FGB.shape[1:] == fine_shape, (self.fine_FGB.shape, fine_shape)
-        assert self.fine_FGB.stride(2) == 1, self.fine_FGB.stride()
-        assert self.place_P4.dtype == torch.int32, self.place_P4.dtype
-        assert self.place_P4.shape[1:] == (4,), self.place_P4.shape
-        assert self.place_P4.is_contiguous(), self.place_P4.stride()
-        pools = (self.hot_HGB, self.base_BGB, self.fine_FGB, self.cold_CGB, self.place_P4)
-        assert len({pool.device for pool in pools}) == 1, [pool.device for pool in pools]
-        self._check_sinks(fmt)
-
-    def _check_sinks(self, fmt: MixedFormat) -> None:
-        sink_XGB, sink_P = self.sink_XGB, self.sink_P
-        if sink_XGB is None or sink_P is None:
-            assert sink_XGB is None, "sink_XGB without sink_P"
-            assert sink_P is None, "sink_P without sink_XGB"
-            return
-        num_sinks = self.num_sinks(fmt)
-        assert 1 <= num_sinks <= PAGE_SIZE, num_sinks
-        shape = (self.num_kv_heads, num_sinks * 2 * fmt.hot.row.codes)
-        assert sink_XGB.shape[1:] == shape, (sink_XGB.shape, shape)
-        assert sink_XGB.dtype == torch.uint8, sink_XGB.dtype
-        assert sink_XGB.stride(2) == 1, sink_XGB.stride()
-        assert sink_P.dtype == torch.int32, sink_P.dtype
-        assert sink_P.shape == self.place_P4.shape[:1], (sink_P.shape, self.place_P4.shape)
-        assert sink_P.is_contiguous(), sink_P.stride()
-        devices = {tensor.device for tensor in (sink_XGB, sink_P, self.place_P4)}
+            if pool is not None:
+                shape = (num_kv_heads, num_bytes)
+                assert pool.shape[1:] == shape, (name, tuple(pool.shape), shape)
+                assert pool.dtype == torch.uint8, (name, pool.dtype)
+                assert pool.stride(2) == 1, (name, pool.stride())
+        for name, index, shape in (
+            ("place_P3", self.place_P3, (num_pages, 3)),
+            ("sink_P", self.sink_P, (num_pages,)),
+            ("outlier_GO", self.outlier_GO, (num_kv_heads, num_outliers)),
+        ):
+            if index is not None:
+                assert index.shape == shape, (name, tuple(index.shape), shape)
+                assert index.dtype == torch.int32, (name, index.dtype)
+                assert index.is_contiguous(), (name, index.stride())
+        assert self.recent_NGE.shape[1:] == (num_kv_heads, 2 * head_dim), self.recent_NGE.shape
+        assert self.recent_NGE.dtype == torch.bfloat16, self.recent_NGE.dtype
+        assert self.recent_NGE.stride(2) == 1, self.recent_NGE.stride()
+        tensors = (self.k_PGB, self.vbase_XGB, self.vfine_YGB, self.vcold_ZGB, self.place_P3)
+        optional = (self.recent_NGE, self.sink_XGB, self.sink_P, self.k_out_PGB, self.outlier_GO)
+        devices = {t.device for t in (*tensors, *optional) if t is not None}
         assert len(devices) == 1, devices
 
 
-def read_sequence(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """Whose exact rows `recent_NGE` holds in one step, the same for all layers; int32 tensors.
+
+    A query at position p of sequence s reads key n from row base_S[s] + n % cap_S[s] if p - n <
+    `size` and n >= from_S[s]. `row_T` is where each token of the step puts its own rows, distinct,
+    or -1. Rows of all keys that the step's queries read so must be there: cap_S is at least `size`
+    and the sequence's tokens in the step, less one.
+    """
+
+    size: int
+    row_T: torch.Tensor
+    base_S: torch.Tensor
+    cap_S: torch.Tensor
+    from_S: torch.Tensor
+
+    def check(self, num_tokens: int, num_seqs: int, device: torch.device) -> None:
+        """Assert shapes, dtypes and device."""
+        assert self.size >= 0, self.size
+        for name, length in (
+            ("row_T", num_tokens),
+            ("base_S", num_seqs),
+            ("cap_S", num_seqs),
+            ("from_S", num_seqs),
+        ):
+            index = getattr(self, name)
+            assert index.shape == (length,), (name, tuple(index.shape), length)
+            assert index.dtype == torch.int32, (name, index.dtype)
+            assert index.is_contiguous(), (name, index.stride())
+            assert index.device == device, (name, index.device, device)
+
+
+def read_planes(
     pages: MixedPages, fmt: MixedFormat, page_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`read_mixed` of a sequence's pages, given their ids in order, with its sink rows in place."""
-    place_N4 = pages.place_P4.index_select(0, page_N)
-    k_GND, v_GND = read_mixed(pages, fmt, place_N4)
-    if pages.sink_XGB is None or pages.sink_P is None or len(page_N) == 0:
-        return k_GND, v_GND
-    sink = int(pages.sink_P[page_N[0]])
-    if sink >= 0 and int(place_N4[0, 0]) != HOT:
-        rows_GB = pages.sink_XGB[sink].contiguous()
-        rows_G2ND = rows_GB.view(torch.bfloat16).unflatten(1, (2, -1, fmt.head_dim))
-        for half, x_GND in enumerate((k_GND, v_GND)):
-            x_GND[:, : rows_G2ND.shape[2]] = rows_G2ND[:, half]
-    return k_GND, v_GND
+    """Decode whole pages, given their ids: `(k_GND, v_GND)` float32, 64 rows a page."""
+    quarter, index_N = fmt.head_dim // 4, page_N.long()
+    low_bytes, codes_bytes = PAGE_SIZE * quarter, fmt.k_bytes(pages.k_bits) - PAGE_SIZE
+    k_GPB = pages.k_PGB[index_N].transpose(0, 1)
+    low_GNQ = rows_of(k_GPB[..., :low_bytes])
+    high_GNB = rows_of(k_GPB[..., low_bytes:codes_bytes])
+    norm_GN = k_GPB[..., codes_bytes:].flatten(1)
+    k_GND = decode_shaped(low_GNQ, high_GNB, norm_GN, bits=pages.k_bits)
+    if pages.k_out_PGB is not None and pages.outlier_GO is not None and len(index_N):
+        out_GPB = pages.k_out_PGB[index_N].transpose(0, 1).contiguous()
+        out_GNO = out_GPB.view(torch.bfloat16).float().reshape(*k_GND.shape[:2], -1)
+        k_GND.scatter_(2, pages.outlier_GO.long()[:, None].expand(out_GNO.shape), out_GNO)
+    return k_GND, read_values(pages, fmt, pages.place_P3[index_N])
 
 
-def read_mixed(
-    pages: MixedPages, fmt: MixedFormat, place_N4: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode whole pages, given their records; `(k_GND, v_GND)` float32, rotated, 64 rows a page.
-
-    A record of another kind than HOT, BASE or COLD is our bug.
-    """
-    x_2GPND = pages.hot_HGB.new_empty(
-        (2, pages.num_kv_heads, len(place_N4), PAGE_SIZE, fmt.head_dim), dtype=torch.float32
+def read_values(pages: MixedPages, fmt: MixedFormat, place_N3: torch.Tensor) -> torch.Tensor:
+    """Decode the values of whole pages, given where they lie: `v_GND` float32, 64 rows a page."""
+    base_N, fine_N, cold_N = place_N3.long().unbind(1)
+    assert bool(((base_N >= 0) | (cold_N >= 0)).all()), place_N3
+    v_GPND = torch.empty(
+        (pages.num_kv_heads, len(place_N3), PAGE_SIZE, fmt.head_dim), device=place_N3.device
     )
-    kinds = place_N4[:, 0]
-    assert bool(((kinds >= HOT) & (kinds <= COLD)).all()), place_N4
-    for kind, pool, pool_fmt in (
-        (HOT, pages.hot_HGB, fmt.hot),
-        (BASE, pages.base_BGB, fmt.base),
-        (COLD, pages.cold_CGB, fmt.cold),
+    is_fine_N, is_cold_N = (fine_N >= 0) & (cold_N < 0), cold_N >= 0
+    for is_kind_N, pool, kind_N in (
+        (~is_fine_N & ~is_cold_N, pages.vbase_XGB, base_N),
+        (is_fine_N, pages.vbase_XGB, base_N),
+        (is_cold_N, pages.vcold_ZGB, cold_N),
     ):
-        (index_N,) = (kinds == kind).nonzero(as_tuple=True)
+        (index_N,) = is_kind_N.nonzero(as_tuple=True)
         if len(index_N) == 0:
             continue
-        codes, scale, zero = _planes(pool, pool_fmt, place_N4[index_N, 1])
-        x_2GPND[:, :, index_N] = pool_fmt.codec.decode(codes, scale, zero, fmt.head_dim)
-        for half in (0, 1) if kind == BASE else ():
-            fine_N = place_N4[index_N, 2 + half]
-            (is_fine_N,) = (fine_N >= 0).nonzero(as_tuple=True)
-            if len(is_fine_N):
-                fine = pages.fine_FGB[fine_N[is_fine_N].long()].transpose(0, 1)
-                fine = fine.unflatten(-1, (PAGE_SIZE, -1))
-                base = (plane[half, :, is_fine_N] for plane in (codes, scale))
-                codes_GNQ, norm_GN2 = base
-                x_2GPND[half][:, index_N[is_fine_N]] = decode_nested(codes_GNQ, fine, norm_GN2)
-    k_GND, v_GND = x_2GPND.flatten(2, 3)
-    return k_GND, v_GND
+        plane_GPB = pool[kind_N[index_N]].transpose(0, 1)
+        codes_GPNB = rows_of(plane_GPB[..., :-PAGE_SIZE], each_page=True)
+        norm_GPN = plane_GPB[..., -PAGE_SIZE:]
+        if kind_N is cold_N:
+            v_GPND[:, index_N] = decode_cold(codes_GPNB, norm_GPN)
+            continue
+        fine_GPNB = None
+        if is_kind_N is is_fine_N:
+            fine_GPB = pages.vfine_YGB[fine_N[index_N]].transpose(0, 1)
+            fine_GPNB = rows_of(fine_GPB, each_page=True)
+        v_GPND[:, index_N] = decode_nested(codes_GPNB, fine_GPNB, norm_GPN)
+    return v_GPND.flatten(1, 2)
 
 
-def _planes(
-    pool: torch.Tensor, fmt: KVFormat, ids: torch.Tensor
+def read_exact(
+    pages: MixedPages, fmt: MixedFormat, window: Window, s: int, page: int, num_keys: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scale and zero bytes [2 (K, V), G, pages, 64, row bytes] of some planes of a pool."""
-    codes, scale, zero = (
-        plane.permute(1, 2, 0, 3, 4) for plane in page_planes(pool.index_select(0, ids), fmt)
-    )
-    return codes, scale, zero
+    """Exact rows of the first `num_keys` keys of sequence s, whose first page is `page`.
 
-
-# One branch for a page: its kind is the same for all threads. Every kind gives codes that are exact
-# in BF16 and one scale a row, and no zero-point.
-@triton_jit
-def load_mixed(
-    kind: tl.tensor,
-    hot: tl.tensor,
-    base: tl.tensor,
-    fine: tl.tensor,
-    has_fine: tl.tensor,
-    cold: tl.tensor,
-    sink: tl.tensor,
-    has_sinks: tl.tensor,
-    row_N: tl.tensor,
-    mask_N: tl.tensor,
-    tables_ptr: tl.tensor,
-    DECODE_HOT: tl.constexpr,
-    DECODE_COLD: tl.constexpr,
-    HOT_V: tl.constexpr,
-    BASE_SCALE: tl.constexpr,
-    COLD_SCALE: tl.constexpr,
-    COLD_ZERO: tl.constexpr,
-    NUM_SINKS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> Any:
-    """K of one page, float32 `(code_ND, scale_N)` with value = code * scale; 0 where masked.
-
-    V, where all planes are given from their V on.
+    Returns `(k_GND, v_GND, is_sink_N)` float32; what no query may read is whatever was there.
     """
-    if kind == 0:
-        code_ND, scale_N, _ = DECODE_HOT(
-            hot, row_N, mask_N, tables_ptr, 0, HOT_V, HOT_V, HEAD_DIM, BLOCK_D
-        )
-    elif kind == 1:
-        code_ND, scale_N = device_load_nested(
-            base, fine, has_fine, row_N, mask_N, 0, BASE_SCALE, HEAD_DIM, BLOCK_D
-        )
+    base, cap = int(window.base_S[s]), int(window.cap_S[s])
+    key_N = torch.arange(num_keys, device=pages.recent_NGE.device)
+    if window.size > 0:
+        rows_GNE = pages.recent_NGE[base + key_N % cap].transpose(0, 1).float()
     else:
-        code_ND, scale_N, _ = DECODE_COLD(
-            cold, row_N, mask_N, tables_ptr, 0, COLD_SCALE, COLD_ZERO, HEAD_DIM, BLOCK_D
-        )
-    if NUM_SINKS > 0:
-        is_sink_N = mask_N & (row_N < NUM_SINKS)
-        if has_sinks:
-            sink_ND, _, _ = DECODE_HOT(
-                sink, row_N, is_sink_N, tables_ptr, 0, HOT_V, HOT_V, HEAD_DIM, BLOCK_D
-            )
-            code_ND = tl.where(is_sink_N[:, None], sink_ND, code_ND)
-            scale_N = tl.where(is_sink_N, 1.0, scale_N)
-    return code_ND, scale_N
+        shape = (pages.num_kv_heads, num_keys, 2 * fmt.head_dim)
+        rows_GNE = torch.zeros(shape, device=key_N.device)
+    is_sink_N = torch.zeros_like(key_N, dtype=torch.bool)
+    if pages.sink_XGB is not None and pages.sink_P is not None and int(pages.sink_P[page]) >= 0:
+        plane_GB = pages.sink_XGB[int(pages.sink_P[page])].contiguous()
+        rows_G2SD = plane_GB.view(torch.bfloat16).unflatten(1, (2, -1, fmt.head_dim))
+        sink_GSE = rows_G2SD.float().transpose(1, 2).flatten(2)[:, :num_keys]
+        rows_GNE[:, : sink_GSE.shape[1]] = sink_GSE
+        is_sink_N[: sink_GSE.shape[1]] = True
+    k_GND, v_GND = rows_GNE.chunk(2, dim=-1)
+    return k_GND, v_GND, is_sink_N
+
+
+def rows_of(plane_GPB: torch.Tensor, *, each_page: bool = False) -> torch.Tensor:
+    """[G, P, bytes] of 64 rows a page -> [G, rows, bytes of a row], or [G, P, 64, bytes]."""
+    rows_GPNB = plane_GPB.unflatten(-1, (PAGE_SIZE, -1))
+    return rows_GPNB if each_page else rows_GPNB.flatten(1, 2)

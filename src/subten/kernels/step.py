@@ -5,7 +5,6 @@ Letters: T tokens of the step, S sequences, P page-table width, Q query tiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +20,7 @@ class StepTensors:
     """Inputs of one forward pass besides weights and pages; all on the model's device.
 
     `token_id_T` int64; `position_T` int64, position of each token in its sequence;
-    `slot_T` int64, page * 64 + row where the token's K and V go, -1 writes nothing (the page is
-    that of the page table, or in an adaptive cache its hot plane);
+    `slot_T` int64, page id * 64 + row where the token's K and V go, -1 writes nothing;
     `page_table_SP` int32, page ids of each sequence in order, unused entries 0;
     `kv_len_S` int32, tokens in the pages once this step has appended its own;
     `query_start_S1` int32, sequence s owns tokens [query_start[s], query_start[s + 1]);
@@ -50,13 +48,11 @@ def make_step(
     starts: list[int],
     page_ids: list[list[int]],
     device: torch.device,
-    write_page: Callable[[int], int] = lambda page_id: page_id,
 ) -> StepTensors:
     """Build the tensors of a step from plain integers.
 
     `token_ids[s]` are the new tokens of sequence s, `starts[s]` the position of the first of them,
-    `page_ids[s]` its pages, enough for `starts[s] + len(token_ids[s])` tokens. `write_page` says
-    where the tokens of a page are written.
+    `page_ids[s]` its pages, enough for `starts[s] + len(token_ids[s])` tokens.
     """
     positions: list[int] = []
     slots: list[int] = []
@@ -71,7 +67,7 @@ def make_step(
         first = query_start[-1]
         for position in range(start, end):
             positions.append(position)
-            page = write_page(pages[position // PAGE_SIZE])
+            page = pages[position // PAGE_SIZE]
             slots.append(page * PAGE_SIZE + position % PAGE_SIZE)
         tile_starts = range(first, first + len(tokens), QUERY_TILE)
         tile_start.extend(tile_starts)

@@ -6,6 +6,7 @@ tables), L layers, P pages (positions in `cos_sin_PD`), G key-value heads, B byt
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -16,7 +17,8 @@ from subten.codecs import KVFormat
 from subten.codecs.rotation import hadamard
 from subten.config import ModelConfig
 from subten.kernels import Ops
-from subten.kernels.adaptive_pages import AdaptivePages
+from subten.kernels.adaptive_pages import LayerPages
+from subten.kernels.adaptive_step import AdaptiveStep, fail_bad
 from subten.kernels.cpu_linear import head_logits
 from subten.kernels.step import StepTensors
 from subten.kernels.weight_formats import Weight
@@ -72,20 +74,24 @@ class Decoder(nn.Module):
     def forward(
         self,
         step: StepTensors,
-        pages_LPGB: torch.Tensor | AdaptivePages,
+        pages_LPGB: torch.Tensor | AdaptiveStep,
         *,
         all_rows: bool = False,
     ) -> torch.Tensor:
         """Run one step -> logits_SV float32 of the rows `step.logit_row_S`.
 
         With `all_rows`, logits_TV of every token of the step. Appends the step's keys and values,
-        encoded, to `pages_LPGB` uint8 [num_layers, num_pages, num_kv_heads, page_bytes], or to the
-        hot planes of an adaptive cache.
+        encoded, to `pages_LPGB` uint8 [num_layers, num_pages, num_kv_heads, page_bytes], or to an
+        adaptive cache, where a sequence with a token that cannot be stored has logits NaN.
         """
         # The residual stream stays float32: bfloat16 would round it off at each of the 2 L
         # additions (science/bf16_residual.py), and the stream is few bytes.
         x_TD = F.embedding(step.token_id_T, self.embedding_VD).float()
-        each = pages_LPGB.layers(step) if isinstance(pages_LPGB, AdaptivePages) else pages_LPGB
+        bad_T = None
+        each: Iterable[torch.Tensor | LayerPages] = pages_LPGB
+        if isinstance(pages_LPGB, AdaptiveStep):
+            bad_T = torch.zeros(len(x_TD), dtype=torch.int32, device=x_TD.device)
+            each = pages_LPGB.layers(step, bad_T)
         for layer, pages_PGB in zip(self.layers, each, strict=True):
             x_TD = layer(
                 x_TD,
@@ -94,9 +100,14 @@ class Decoder(nn.Module):
                 cos_sin_PD=self.cos_sin_PD,
                 rotation_DD=self.rotation_DD,
             )
-        if isinstance(pages_LPGB, AdaptivePages):
-            pages_LPGB.count_mass(step)
         x_SD = x_TD if all_rows else x_TD[step.logit_row_S]
+        logits_SV = self._logits(x_SD)
+        if bad_T is None:
+            return logits_SV
+        row_S = torch.arange(len(x_TD), device=bad_T.device) if all_rows else step.logit_row_S
+        return fail_bad(logits_SV, bad_T, step, row_S)
+
+    def _logits(self, x_SD: torch.Tensor) -> torch.Tensor:
         eps = self.config.norm_eps
         if self.head_VD is not None and self.head_VD.format != "none":
             return self.ops.linear(  # type: ignore[no-any-return]

@@ -24,12 +24,12 @@ Letters: L layers, G KV heads, D head dimension, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from subten.bench.kv_lab import EXACT, LayerRows, hidden_states
+from subten.calibration.rows import read_layers
 from subten.codecs.rotation import hadamard
 from subten.core import RequestError, refuse
 from subten.models.decoder import Decoder
@@ -66,45 +66,55 @@ class KeyTransform:
     feedback_LGDD: torch.Tensor | None = None
 
 
-def key_statistics(model: Decoder, texts: Sequence[Sequence[int]]) -> KeyStatistics:
-    """Read texts (token ids each) twice: means first, then covariances of what is left.
+def key_statistics(
+    model: Decoder,
+    texts: Sequence[Sequence[int]],
+    *,
+    progress: Callable[[float], None] = lambda _share: None,
+) -> KeyStatistics:
+    """Read texts, token ids each and at most the model's context of them.
 
     A few thousand tokens suffice: D^2 numbers a head, each a mean over all tokens.
     """
-    config = model.config
-    texts = [ids[: config.max_model_len] for ids in texts if len(ids) > NUM_SINKS]
-    if not texts:
+    limit, device = model.config.max_model_len, model.device
+    windows = [
+        torch.tensor(ids[:limit], device=device) for ids in texts if len(ids[:limit]) > NUM_SINKS
+    ]
+    if not windows:
         raise refuse(RequestError, "text", "none", f"texts of more than {NUM_SINKS} tokens")
-    shape = (config.num_layers, config.num_kv_heads, config.head_dim)
-    device = model.device
-    key_LGD, value_LGD = (torch.zeros(shape, device=device, dtype=torch.float64) for _ in "kv")
-    count = sum(len(ids) - NUM_SINKS for ids in texts)
-
-    def add_means(rows: LayerRows, _q_HTD: torch.Tensor) -> None:
-        key_LGD[rows.layer] += rows.raw_key_GTD[:, NUM_SINKS:].double().sum(dim=1)
-        value_LGD[rows.layer] += rows.value_GTD[:, NUM_SINKS:].double().sum(dim=1)
-
-    for ids in texts:
-        hidden_states(model, torch.tensor(ids, device=device), EXACT, see=add_means)
-    mean_LGD = (key_LGD / count).float()
-    square = (*shape, config.head_dim)
-    key_LGDD, query_LGDD = (torch.zeros(square, device=device, dtype=torch.float64) for _ in "kq")
-
-    def add_squares(rows: LayerRows, q_HTD: torch.Tensor) -> None:
-        rest_GTD = rows.key_GTD - turn(mean_LGD[rows.layer], rows.cos_sin_TD)
-        rest_GTD = rest_GTD[:, NUM_SINKS:].double()
-        q_GTD = q_HTD[:, NUM_SINKS:].reshape(shape[1], -1, config.head_dim).double()
-        key_LGDD[rows.layer] += rest_GTD.mT @ rest_GTD
-        query_LGDD[rows.layer] += q_GTD.mT @ q_GTD
-
-    for ids in texts:
-        hidden_states(model, torch.tensor(ids, device=device), EXACT, see=add_squares)
-    return KeyStatistics(
-        mean_key_LGD=mean_LGD,
-        mean_value_LGD=(value_LGD / count).float(),
-        key_LGDD=key_LGDD / count,
-        query_LGDD=query_LGDD / (count * (config.num_heads // config.num_kv_heads)),
+    found = []
+    for index, seen in enumerate(read_layers(model, windows)):
+        rows = [rows for rows, _ in seen]
+        mean_key_GD = _mean([r.raw_key_GTD for r in rows])
+        rest = [r.key_GTD - turn(mean_key_GD, r.cos_sin_TD) for r in rows]
+        # The queries of one KV head are of one kind.
+        q_GTD = [
+            q_HTD[:, NUM_SINKS:].reshape(len(mean_key_GD), -1, q_HTD.shape[-1]) for _, q_HTD in seen
+        ]
+        key_GDD = _square([x_GTD[:, NUM_SINKS:] for x_GTD in rest])
+        found.append((mean_key_GD, _mean([r.value_GTD for r in rows]), key_GDD, _square(q_GTD)))
+        progress((index + 1) / len(model.layers))
+    mean_key_LGD, mean_value_LGD, key_LGDD, query_LGDD = (
+        torch.stack(each) for each in zip(*found, strict=True)
     )
+    return KeyStatistics(
+        mean_key_LGD=mean_key_LGD,
+        mean_value_LGD=mean_value_LGD,
+        key_LGDD=key_LGDD,
+        query_LGDD=query_LGDD,
+    )
+
+
+def _mean(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Over all tokens but the sinks of each window: [G, T, D] each -> float32 [G, D]."""
+    all_GTD = torch.cat([x_GTD[:, NUM_SINKS:] for x_GTD in parts], dim=1)
+    return all_GTD.double().mean(dim=1).float()
+
+
+def _square(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Second moment of rows [G, T, D], float64 [G, D, D]."""
+    all_GTD = torch.cat(list(parts), dim=1).double()
+    return all_GTD.mT @ all_GTD / all_GTD.shape[1]
 
 
 def turn(mean_GD: torch.Tensor, cos_sin_TD: torch.Tensor) -> torch.Tensor:
@@ -129,7 +139,8 @@ def hadamard_transform(statistics: KeyStatistics) -> KeyTransform:
 
 def balanced_transform(statistics: KeyStatistics) -> KeyTransform:
     """The matrix under which scores feel least of an error equal in all channels."""
-    return _transform(balanced_matrix(statistics.key_LGDD, statistics.query_LGDD))
+    matrix_LGDD = balanced_matrix(statistics.key_LGDD, statistics.query_LGDD)
+    return _transform(matrix_LGDD, statistics.key_LGDD)
 
 
 def shaped_transform(statistics: KeyStatistics) -> KeyTransform:
@@ -141,7 +152,7 @@ def shaped_transform(statistics: KeyStatistics) -> KeyTransform:
     # A factor whose column i holds channels up to i: Cholesky's with the channels in reverse.
     factor_LGDD = torch.linalg.cholesky(felt_LGDD.flip(-1, -2)).flip(-1, -2)
     feedback_LGDD = factor_LGDD / factor_LGDD.diagonal(dim1=-2, dim2=-1)[..., None, :]
-    transform = _transform(matrix_LGDD)
+    transform = _transform(matrix_LGDD, statistics.key_LGDD)
     return KeyTransform(
         matrix_LGDD=transform.matrix_LGDD,
         inverse_LGDD=transform.inverse_LGDD,
@@ -159,10 +170,29 @@ def balanced_matrix(key_DD: torch.Tensor, query_DD: torch.Tensor) -> torch.Tenso
     return vectors_DD @ torch.diag_embed(values_D.clamp(min=1e-30).sqrt()) @ rotation_DD  # type: ignore[no-any-return]
 
 
-def _transform(matrix_LGDD: torch.Tensor) -> KeyTransform:
-    # The scale of A is free, as each row has its norm: determinant 1 keeps rows of like size.
-    log_size = torch.linalg.slogdet(matrix_LGDD).logabsdet / matrix_LGDD.shape[-1]
-    matrix_LGDD = matrix_LGDD / log_size.exp()[..., None, None]
+def score_noise(statistics: KeyStatistics, transform: KeyTransform) -> torch.Tensor:
+    """How much each layer's scores feel of a coarse code, float64 [L].
+
+    The variance of q . e / sqrt(D), in the mean over KV heads, for an error e that is equal in all
+    stored channels and as large as the row.
+    """
+    inverse_LGDD = transform.inverse_LGDD.double()
+    felt_LGDD = inverse_LGDD @ statistics.query_LGDD @ inverse_LGDD.mT
+    matrix_LGDD = transform.matrix_LGDD.double()
+    size_LGDD = matrix_LGDD.mT @ statistics.key_LGDD @ matrix_LGDD
+    head_dim = matrix_LGDD.shape[-1]
+    return (_trace(felt_LGDD) * _trace(size_LGDD)).mean(dim=1) / head_dim**2
+
+
+def _trace(x_DD: torch.Tensor) -> torch.Tensor:
+    return x_DD.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
+
+
+def _transform(matrix_LGDD: torch.Tensor, key_LGDD: torch.Tensor) -> KeyTransform:
+    # The scale of A is free, as each row has its norm: stored rows have an RMS of 1 in the mean,
+    # in the middle of what a norm of one byte can say.
+    square = _trace(matrix_LGDD.mT @ _ridged(key_LGDD) @ matrix_LGDD) / matrix_LGDD.shape[-1]
+    matrix_LGDD = matrix_LGDD / square.sqrt()[..., None, None]
     return KeyTransform(
         matrix_LGDD=matrix_LGDD.float(), inverse_LGDD=torch.linalg.inv(matrix_LGDD).float()
     )

@@ -1,0 +1,611 @@
+"""The kernel of `attend_mixed` (attend_mixed.py).
+
+Letters: M rows of a tile (query tokens x heads of one KV head), N keys of a page, J columns of a
+quarter of a row, O outlier channels, C columns of the score's table, D head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from subten.codecs.bits import load_bf16
+from subten.codecs.norm_byte import decode_norm_device
+from subten.kernels.attend_tiles import softmax_step, split_pages, tile_rows, tile_span
+from subten.kernels.kv_append import rotate_rows
+from subten.kernels.mixed_tiles import (
+    cold_tile,
+    exact_tile,
+    key_tile,
+    load_codes,
+    load_fine,
+    load_high,
+    value_tile,
+)
+from subten.kernels.triton_shim import tl, triton_jit
+
+
+# `attend`'s loop (attend.py), in two: first the pages of which no row is read exactly, all of whose
+# keys every query of the tile sees, without a mask or a branch (but for cold pages, if there are
+# any); then page 0, if there are sinks, and the newest pages, where a pair of query and key reads
+# the plane or the exact row:
+#
+#   s_mn = exact_mn ? q_m . e_n : norm_n q_m . level_n
+#   out += sum_n (exact_mn ? 0 : p_mn norm_n) level_n + (exact_mn ? p_mn : 0) e_n
+#
+#   page_table[s] -> page id -> keys at k + id
+#                            -> place (base, fine, cold) -> values at base and fine, or at cold
+#
+# Rows come in quarters (mixed_tiles.py). Planes hold no NaN and no infinity, whatever their bytes
+# are, so that rows past the end of a sequence need no mask of their own: their weight is 0. The
+# share of a page, for its mass, is log2 of the sum of its weights in each row.
+#
+# Bytes of a page and KV head: 8 w D + 64 of K at w bits, 16 D + 64 of V and 16 D more with a fine
+# plane, or 12 D + 64 cold; 4 D a row that is read exactly; with mass 4 a row and page; with a table
+# 256 C a page, the same for all heads. Not yet measured on a GPU.
+@triton_jit
+def attend_mixed_kernel(
+    position_ptr: tl.tensor,
+    kv_len_ptr: tl.tensor,
+    query_start_ptr: tl.tensor,
+    tile_seq_ptr: tl.tensor,
+    tile_start_ptr: tl.tensor,
+    num_splits: tl.tensor,
+    q_ptr: tl.tensor,
+    q_stride_t: tl.tensor,
+    q_stride_h: tl.tensor,
+    q_stride_d: tl.tensor,
+    page_table_ptr: tl.tensor,
+    page_table_stride: tl.tensor,
+    place_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    k_stride: tl.tensor,
+    k_stride_g: tl.tensor,
+    base_ptr: tl.tensor,
+    base_stride: tl.tensor,
+    base_stride_g: tl.tensor,
+    fine_ptr: tl.tensor,
+    fine_stride: tl.tensor,
+    fine_stride_g: tl.tensor,
+    cold_ptr: tl.tensor,
+    cold_stride: tl.tensor,
+    cold_stride_g: tl.tensor,
+    recent_ptr: tl.tensor,
+    recent_stride: tl.tensor,
+    recent_stride_g: tl.tensor,
+    sink_ptr: tl.tensor,
+    sink_stride: tl.tensor,
+    sink_stride_g: tl.tensor,
+    k_out_ptr: tl.tensor,
+    k_out_stride: tl.tensor,
+    k_out_stride_g: tl.tensor,
+    sink_of_ptr: tl.tensor,
+    outlier_ptr: tl.tensor,
+    window: tl.tensor,
+    recent_base_ptr: tl.tensor,
+    recent_cap_ptr: tl.tensor,
+    recent_from_ptr: tl.tensor,
+    tables_ptr: tl.tensor,
+    coef_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    share_ptr: tl.tensor,
+    share_pages: tl.tensor,
+    scale_log2: tl.tensor,
+    BITS: tl.constexpr,
+    NUM_SINKS: tl.constexpr,
+    NUM_OUTLIERS: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    HAS_COLD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    TABLE_PRECISION: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    MIN_PAGES: tl.constexpr,
+    PAGE: tl.constexpr,
+    STAGES: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    HAS_MASS: tl.constexpr,
+) -> None:
+    tl.static_assert(BLOCK_M >= 16 and BLOCK_M >= TILE_TOKENS * BLOCK_H and PAGE == 64)
+    HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
+    QUARTER: tl.constexpr = HEAD_DIM // 4
+    tile, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq = tl.load(tile_seq_ptr + tile)
+    if seq < 0:
+        return
+    tile_start = tl.load(tile_start_ptr + tile)
+    tile_end, num_keys = tile_span(
+        position_ptr, kv_len_ptr, query_start_ptr, seq, tile_start, TILE_TOKENS
+    )
+    num_pages, pages_per_split = split_pages(num_keys, num_splits, MIN_PAGES, PAGE)
+    first_page = split * pages_per_split
+    if IS_SPLIT and first_page >= num_pages:
+        return
+    last_page = tl.minimum(first_page + pages_per_split, num_pages)
+
+    token_M, head_M, mask_M = tile_rows(block, tile_start, tile_end, GROUP, BLOCK_H, BLOCK_M)
+    position_M = tl.load(position_ptr + token_M, mask=mask_M, other=-1).to(tl.int32)
+    j = tl.arange(0, BLOCK_J)
+    q_M = q_ptr + token_M.to(tl.int64) * q_stride_t + head_M * q_stride_h
+    q_MJ = q_M[:, None] + j[None, :] * q_stride_d
+    mask_MJ = mask_M[:, None] & (j < QUARTER)[None, :]
+    q_part = QUARTER * q_stride_d
+    q0 = tl.load(q_MJ, mask=mask_MJ, other=0.0)
+    q1 = tl.load(q_MJ + q_part, mask=mask_MJ, other=0.0)
+    q2 = tl.load(q_MJ + 2 * q_part, mask=mask_MJ, other=0.0)
+    q3 = tl.load(q_MJ + 3 * q_part, mask=mask_MJ, other=0.0)
+
+    kv_head = (block // HEAD_BLOCKS).to(tl.int64)
+    page_table_ptr += seq.to(tl.int64) * page_table_stride
+    k_ptr += kv_head * k_stride_g
+    base_ptr += kv_head * base_stride_g
+    fine_ptr += kv_head * fine_stride_g
+    cold_ptr += kv_head * cold_stride_g
+    recent_ptr += kv_head * recent_stride_g
+    sink_ptr += kv_head * sink_stride_g
+    k_out_ptr += kv_head * k_out_stride_g
+    recent_base = tl.load(recent_base_ptr + seq).to(tl.int64)
+    recent_cap = tl.maximum(tl.load(recent_cap_ptr + seq), 1)
+    recent_from = tl.load(recent_from_ptr + seq)
+    # The tile's first query reads farthest back.
+    first_near = tl.load(position_ptr + tile_start).to(tl.int32) - window + 1
+    c = tl.arange(0, BLOCK_C)
+    coef_MC = coef_ptr + (token_M.to(tl.int64) * NUM_HEADS + head_M)[:, None] * WIDTH + c[None, :]
+    coef_mask_MC = mask_M[:, None] & (c < WIDTH)[None, :]
+    share_ptr += (tile.to(tl.int64) * tl.num_programs(1) + block) * share_pages * BLOCK_M
+
+    # Of keys: parts of queries without outlier channels, which have a product of their own.
+    k0, k1, k2, k3, q_MO = q0, q1, q2, q3, q0
+    if NUM_OUTLIERS > 0:
+        outlier_ptr += kv_head * NUM_OUTLIERS
+        k0 = _without(q0, outlier_ptr, 0, NUM_OUTLIERS, QUARTER)
+        k1 = _without(q1, outlier_ptr, 1, NUM_OUTLIERS, QUARTER)
+        k2 = _without(q2, outlier_ptr, 2, NUM_OUTLIERS, QUARTER)
+        k3 = _without(q3, outlier_ptr, 3, NUM_OUTLIERS, QUARTER)
+        o = tl.arange(0, BLOCK_O)
+        channel_O = tl.load(outlier_ptr + o, mask=o < NUM_OUTLIERS, other=0)
+        mask_MO = mask_M[:, None] & (o < NUM_OUTLIERS)[None, :]
+        q_MO = tl.load(q_M[:, None] + channel_O[None, :] * q_stride_d, mask=mask_MO, other=0.0)
+
+    max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    sum_M = tl.zeros([BLOCK_M], tl.float32)
+    a0 = tl.zeros([BLOCK_M, BLOCK_J], tl.float32)
+    a1, a2, a3 = a0, a0, a0
+    FIRST_PLAIN: tl.constexpr = 1 if NUM_SINKS > 0 else 0
+    near_page = tl.minimum(tl.maximum(first_near, 0), num_keys) // PAGE
+    for index in range(tl.maximum(first_page, FIRST_PLAIN), tl.minimum(last_page, near_page)):
+        max_M, sum_M, a0, a1, a2, a3 = _attend_page(
+            index,
+            max_M,
+            sum_M,
+            a0,
+            a1,
+            a2,
+            a3,
+            q0,
+            q1,
+            q2,
+            q3,
+            k0,
+            k1,
+            k2,
+            k3,
+            q_MO,
+            position_M,
+            num_keys,
+            page_table_ptr,
+            place_ptr,
+            k_ptr,
+            k_stride,
+            base_ptr,
+            base_stride,
+            fine_ptr,
+            fine_stride,
+            cold_ptr,
+            cold_stride,
+            recent_ptr,
+            recent_stride,
+            recent_base,
+            recent_cap,
+            recent_from,
+            first_near,
+            window,
+            sink_ptr,
+            sink_stride,
+            sink_of_ptr,
+            k_out_ptr,
+            k_out_stride,
+            tables_ptr,
+            coef_MC,
+            coef_mask_MC,
+            table_ptr,
+            share_ptr,
+            scale_log2,
+            BITS,
+            NUM_SINKS,
+            NUM_OUTLIERS,
+            BLOCK_O,
+            HAS_COLD,
+            WIDTH,
+            BLOCK_C,
+            TABLE_PRECISION,
+            HEAD_DIM,
+            BLOCK_M,
+            BLOCK_J,
+            PAGE,
+            HAS_MASS,
+            False,
+        )
+    has_first = (FIRST_PLAIN == 1) & (first_page == 0) & (near_page > 0)
+    num_first = has_first.to(tl.int32)
+    near_page = tl.maximum(near_page, first_page)
+    for step in range(num_first + tl.maximum(last_page - near_page, 0)):
+        index = tl.where(step < num_first, 0, near_page + step - num_first)
+        max_M, sum_M, a0, a1, a2, a3 = _attend_page(
+            index,
+            max_M,
+            sum_M,
+            a0,
+            a1,
+            a2,
+            a3,
+            q0,
+            q1,
+            q2,
+            q3,
+            k0,
+            k1,
+            k2,
+            k3,
+            q_MO,
+            position_M,
+            num_keys,
+            page_table_ptr,
+            place_ptr,
+            k_ptr,
+            k_stride,
+            base_ptr,
+            base_stride,
+            fine_ptr,
+            fine_stride,
+            cold_ptr,
+            cold_stride,
+            recent_ptr,
+            recent_stride,
+            recent_base,
+            recent_cap,
+            recent_from,
+            first_near,
+            window,
+            sink_ptr,
+            sink_stride,
+            sink_of_ptr,
+            k_out_ptr,
+            k_out_stride,
+            tables_ptr,
+            coef_MC,
+            coef_mask_MC,
+            table_ptr,
+            share_ptr,
+            scale_log2,
+            BITS,
+            NUM_SINKS,
+            NUM_OUTLIERS,
+            BLOCK_O,
+            HAS_COLD,
+            WIDTH,
+            BLOCK_C,
+            TABLE_PRECISION,
+            HEAD_DIM,
+            BLOCK_M,
+            BLOCK_J,
+            PAGE,
+            HAS_MASS,
+            True,
+        )
+
+    # A row that saw nothing becomes 0; NaN is not 0, so a poisoned sequence stays NaN.
+    sum_M = tl.where(sum_M == 0.0, 1.0, sum_M)
+    out_row_M = token_M.to(tl.int64) * NUM_HEADS + head_M
+    if IS_SPLIT or HAS_MASS:
+        lse_M = max_M + tl.log2(sum_M)
+        tl.store(lse_ptr + out_row_M * num_splits + split, lse_M, mask=mask_M)
+    inverse_M1 = (1.0 / sum_M)[:, None]
+    a0, a1, a2, a3 = a0 * inverse_M1, a1 * inverse_M1, a2 * inverse_M1, a3 * inverse_M1
+    if IS_SPLIT:
+        out_row_M = out_row_M * num_splits + split
+        out = out_ptr + out_row_M[:, None] * HEAD_DIM + j[None, :]
+        tl.store(out, a0, mask=mask_MJ)
+        tl.store(out + QUARTER, a1, mask=mask_MJ)
+        tl.store(out + 2 * QUARTER, a2, mask=mask_MJ)
+        tl.store(out + 3 * QUARTER, a3, mask=mask_MJ)
+    else:
+        tl.static_assert(BLOCK_J == QUARTER)
+        # [M, J, 2, 2] to [M, 4 J], quarters in order.
+        a_MJ22 = tl.join(tl.join(a0, a1), tl.join(a2, a3))
+        a_M4J = tl.reshape(tl.permute(a_MJ22, (0, 3, 2, 1)), (BLOCK_M, BLOCK_D))
+        d = tl.arange(0, BLOCK_D)
+        out_MD = rotate_rows(a_M4J, STAGES).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + out_row_M[:, None] * HEAD_DIM + d[None, :], out_MD, mask=mask_M[:, None])
+
+
+@triton_jit
+def _without(
+    q_MJ: tl.tensor,
+    outlier_ptr: tl.tensor,
+    PART: tl.constexpr,
+    NUM_OUTLIERS: tl.constexpr,
+    QUARTER: tl.constexpr,
+) -> Any:
+    """One quarter of the channels of queries, 0 in those that are outliers of keys."""
+    channel_J = PART * QUARTER + tl.arange(0, q_MJ.shape[1])
+    for which in tl.static_range(NUM_OUTLIERS):
+        is_out_J = channel_J == tl.load(outlier_ptr + which)
+        q_MJ = tl.where(is_out_J[None, :], 0.0, q_MJ).to(q_MJ.dtype)
+    return q_MJ
+
+
+@triton_jit
+def _attend_page(
+    index: tl.tensor,
+    max_M: tl.tensor,
+    sum_M: tl.tensor,
+    a0: tl.tensor,
+    a1: tl.tensor,
+    a2: tl.tensor,
+    a3: tl.tensor,
+    q0: tl.tensor,
+    q1: tl.tensor,
+    q2: tl.tensor,
+    q3: tl.tensor,
+    k0: tl.tensor,
+    k1: tl.tensor,
+    k2: tl.tensor,
+    k3: tl.tensor,
+    q_MO: tl.tensor,
+    position_M: tl.tensor,
+    num_keys: tl.tensor,
+    page_table_ptr: tl.tensor,
+    place_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    k_stride: tl.tensor,
+    base_ptr: tl.tensor,
+    base_stride: tl.tensor,
+    fine_ptr: tl.tensor,
+    fine_stride: tl.tensor,
+    cold_ptr: tl.tensor,
+    cold_stride: tl.tensor,
+    recent_ptr: tl.tensor,
+    recent_stride: tl.tensor,
+    recent_base: tl.tensor,
+    recent_cap: tl.tensor,
+    recent_from: tl.tensor,
+    first_near: tl.tensor,
+    window: tl.tensor,
+    sink_ptr: tl.tensor,
+    sink_stride: tl.tensor,
+    sink_of_ptr: tl.tensor,
+    k_out_ptr: tl.tensor,
+    k_out_stride: tl.tensor,
+    tables_ptr: tl.tensor,
+    coef_MC: tl.tensor,
+    coef_mask_MC: tl.tensor,
+    table_ptr: tl.tensor,
+    share_ptr: tl.tensor,
+    scale_log2: tl.tensor,
+    BITS: tl.constexpr,
+    NUM_SINKS: tl.constexpr,
+    NUM_OUTLIERS: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    HAS_COLD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    TABLE_PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    PAGE: tl.constexpr,
+    HAS_MASS: tl.constexpr,
+    EXACT: tl.constexpr,
+) -> Any:
+    """The running softmax and output after one more page; EXACT reads exact rows where it may."""
+    dtype = q0.dtype
+    LOW_BYTES: tl.constexpr = PAGE * (HEAD_DIM // 4)
+    row_N = tl.arange(0, PAGE)
+    key_N = index * PAGE + row_N
+    page = tl.load(page_table_ptr + index).to(tl.int64)
+    base_id = tl.load(place_ptr + page * 3).to(tl.int64)
+    fine_id = tl.load(place_ptr + page * 3 + 1).to(tl.int64)
+    has_fine = fine_id >= 0
+    k_plane = k_ptr + page * k_stride
+    low_NJ = load_codes(k_plane, HEAD_DIM, BLOCK_J)
+    high_NJ = low_NJ
+    if BITS > 2:
+        high_NJ = load_high(k_plane + LOW_BYTES, BITS, HEAD_DIM, BLOCK_J)
+    k_norm_N = tl.load(k_plane + PAGE * (HEAD_DIM * BITS // 8) + row_N).to(tl.int32)
+    k_norm_N = decode_norm_device(k_norm_N, 128)
+    score_MN = tl.dot(
+        k0, tl.trans(key_tile(low_NJ, high_NJ, 0, BITS, dtype)), input_precision="ieee"
+    )
+    score_MN = tl.dot(
+        k1, tl.trans(key_tile(low_NJ, high_NJ, 1, BITS, dtype)), score_MN, input_precision="ieee"
+    )
+    score_MN = tl.dot(
+        k2, tl.trans(key_tile(low_NJ, high_NJ, 2, BITS, dtype)), score_MN, input_precision="ieee"
+    )
+    score_MN = tl.dot(
+        k3, tl.trans(key_tile(low_NJ, high_NJ, 3, BITS, dtype)), score_MN, input_precision="ieee"
+    )
+    score_MN = score_MN * k_norm_N[None, :]
+    if NUM_OUTLIERS > 0:
+        o = tl.arange(0, BLOCK_O)
+        out_mask_NO = (row_N >= 0)[:, None] & (o < NUM_OUTLIERS)[None, :]
+        out_index_NO = row_N[:, None] * NUM_OUTLIERS + o[None, :]
+        k_out = k_out_ptr + page * k_out_stride
+        k_NO = load_bf16(k_out, out_index_NO, out_mask_NO).to(dtype)
+        score_MN = tl.dot(q_MO, tl.trans(k_NO), score_MN, input_precision="ieee")
+
+    is_sink_N = row_N < 0
+    is_exact_MN = (position_M < -1)[:, None] & is_sink_N[None, :]
+    recent_N, sink_N, is_recent_N = recent_ptr + row_N, sink_ptr + row_N, is_sink_N
+    if EXACT:
+        is_recent_N = (key_N >= first_near) & (key_N >= recent_from)
+        is_recent_N = is_recent_N & (key_N < tl.where(window > 0, num_keys, 0))
+        recent_N = recent_ptr + (recent_base + key_N % recent_cap) * recent_stride
+        if NUM_SINKS > 0:
+            is_first = index == 0
+            sink_id = tl.load(sink_of_ptr + page, mask=is_first, other=-1).to(tl.int64)
+            is_sink_N = (row_N < tl.where(sink_id >= 0, NUM_SINKS, 0)) & (key_N < num_keys)
+            sink_N = sink_ptr + tl.maximum(sink_id, 0) * sink_stride + row_N * (2 * HEAD_DIM)
+        is_near_MN = position_M[:, None] - key_N[None, :] < window
+        is_exact_MN = (is_near_MN & is_recent_N[None, :]) | is_sink_N[None, :]
+        e_NJ = exact_tile(
+            recent_N, is_recent_N, sink_N, is_sink_N, 0, NUM_SINKS, HEAD_DIM, BLOCK_J, dtype
+        )
+        exact_MN = tl.dot(q0, tl.trans(e_NJ), input_precision="ieee")
+        e_NJ = exact_tile(
+            recent_N, is_recent_N, sink_N, is_sink_N, 1, NUM_SINKS, HEAD_DIM, BLOCK_J, dtype
+        )
+        exact_MN = tl.dot(q1, tl.trans(e_NJ), exact_MN, input_precision="ieee")
+        e_NJ = exact_tile(
+            recent_N, is_recent_N, sink_N, is_sink_N, 2, NUM_SINKS, HEAD_DIM, BLOCK_J, dtype
+        )
+        exact_MN = tl.dot(q2, tl.trans(e_NJ), exact_MN, input_precision="ieee")
+        e_NJ = exact_tile(
+            recent_N, is_recent_N, sink_N, is_sink_N, 3, NUM_SINKS, HEAD_DIM, BLOCK_J, dtype
+        )
+        exact_MN = tl.dot(q3, tl.trans(e_NJ), exact_MN, input_precision="ieee")
+        score_MN = tl.where(is_exact_MN, exact_MN, score_MN)
+    if WIDTH > 0:
+        c = tl.arange(0, BLOCK_C)
+        coef = tl.load(coef_MC, mask=coef_mask_MC, other=0.0)
+        table_NC = table_ptr + key_N[:, None] * WIDTH + c[None, :]
+        table_mask_NC = (key_N < num_keys)[:, None] & (c < WIDTH)[None, :]
+        table_CN = tl.trans(tl.load(table_NC, mask=table_mask_NC, other=0.0))
+        score_MN += tl.dot(coef, table_CN, input_precision=TABLE_PRECISION)
+    score_MN = score_MN * scale_log2
+    if EXACT:
+        is_seen_MN = (key_N[None, :] <= position_M[:, None]) & (key_N < num_keys)[None, :]
+        score_MN = tl.where(is_seen_MN, score_MN, float("-inf"))
+        p_MN, decay_M, shift_M, max_M = softmax_step(score_MN, is_seen_MN, max_M)
+    else:
+        shift_M = tl.maximum(max_M, tl.max(score_MN, axis=1))
+        p_MN = tl.exp2(score_MN - shift_M[:, None])
+        decay_M = tl.exp2(max_M - shift_M)
+        max_M = shift_M
+    weight_M = tl.sum(p_MN, axis=1)
+    if HAS_MASS:
+        # The logarithm of no weight at all, without taking it.
+        share_M = shift_M + tl.log2(tl.where(weight_M == 0.0, 1.0, weight_M))
+        share_M = tl.where(weight_M == 0.0, float("-inf"), share_M)
+        tl.store(share_ptr + index * BLOCK_M + tl.arange(0, BLOCK_M), share_M)
+
+    decay_M1 = decay_M[:, None]
+    a0, a1, a2, a3 = a0 * decay_M1, a1 * decay_M1, a2 * decay_M1, a3 * decay_M1
+    if EXACT:
+        near_MN = tl.where(is_exact_MN, p_MN, 0.0).to(dtype)
+        p_MN = tl.where(is_exact_MN, 0.0, p_MN)
+        v_recent_N = recent_N + HEAD_DIM
+        v_sink_N = sink_N + NUM_SINKS * 2 * HEAD_DIM
+        e_NJ = exact_tile(
+            v_recent_N, is_recent_N, v_sink_N, is_sink_N, 0, NUM_SINKS, HEAD_DIM, BLOCK_J, dtype
+        )
+        a0 = tl.dot(near_MN, e_NJ, a0, input_precision="ieee")
+        e_NJ = exact_tile(
+            v_recent_N, is_recent_N, v_sink_N, is_sink_N, 1, NUM_SINKS, HEAD_DIM, BLOCK_J, dtype
+        )
+        a1 = tl.dot(near_MN, e_NJ, a1, input_precision="ieee")
+        e_NJ = exact_tile(
+            v_recent_N, is_recent_N, v_sink_N, is_sink_N, 2, NUM_SINKS, HEAD_DIM, BLOCK_J, dtype
+        )
+        a2 = tl.dot(near_MN, e_NJ, a2, input_precision="ieee")
+        e_NJ = exact_tile(
+            v_recent_N, is_recent_N, v_sink_N, is_sink_N, 3, NUM_SINKS, HEAD_DIM, BLOCK_J, dtype
+        )
+        a3 = tl.dot(near_MN, e_NJ, a3, input_precision="ieee")
+    base = base_ptr + base_id * base_stride
+    fine = fine_ptr + tl.maximum(fine_id, 0) * fine_stride
+    if HAS_COLD:
+        cold_id = tl.load(place_ptr + page * 3 + 2).to(tl.int64)
+        if cold_id >= 0:
+            cold = cold_ptr + cold_id * cold_stride
+            a0, a1, a2, a3 = _add_cold(
+                p_MN, cold, tables_ptr, a0, a1, a2, a3, HEAD_DIM, BLOCK_J, PAGE, dtype
+            )
+        else:
+            a0, a1, a2, a3 = _add_base(
+                p_MN, base, fine, has_fine, a0, a1, a2, a3, HEAD_DIM, BLOCK_J, PAGE, dtype
+            )
+    else:
+        a0, a1, a2, a3 = _add_base(
+            p_MN, base, fine, has_fine, a0, a1, a2, a3, HEAD_DIM, BLOCK_J, PAGE, dtype
+        )
+    return max_M, sum_M * decay_M + weight_M, a0, a1, a2, a3
+
+
+@triton_jit
+def _add_base(
+    p_MN: tl.tensor,
+    base: tl.tensor,
+    fine: tl.tensor,
+    has_fine: tl.tensor,
+    a0: tl.tensor,
+    a1: tl.tensor,
+    a2: tl.tensor,
+    a3: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    PAGE: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> Any:
+    """The output with the values of one page more, at 4 bits or at 2."""
+    base_NJ = load_codes(base, HEAD_DIM, BLOCK_J)
+    fine_NJ = load_fine(fine, has_fine, HEAD_DIM, BLOCK_J)
+    norm_N = tl.load(base + PAGE * (HEAD_DIM // 4) + tl.arange(0, PAGE)).to(tl.int32)
+    # Scaled in FP32 and rounded once, to the dtype of the dot.
+    scaled_MN = (p_MN * decode_norm_device(norm_N, 208)[None, :]).to(DTYPE)
+    v_NJ = value_tile(base_NJ, fine_NJ, has_fine, 0, DTYPE)
+    a0 = tl.dot(scaled_MN, v_NJ, a0, input_precision="ieee")
+    v_NJ = value_tile(base_NJ, fine_NJ, has_fine, 1, DTYPE)
+    a1 = tl.dot(scaled_MN, v_NJ, a1, input_precision="ieee")
+    v_NJ = value_tile(base_NJ, fine_NJ, has_fine, 2, DTYPE)
+    a2 = tl.dot(scaled_MN, v_NJ, a2, input_precision="ieee")
+    v_NJ = value_tile(base_NJ, fine_NJ, has_fine, 3, DTYPE)
+    a3 = tl.dot(scaled_MN, v_NJ, a3, input_precision="ieee")
+    return a0, a1, a2, a3
+
+
+@triton_jit
+def _add_cold(
+    p_MN: tl.tensor,
+    cold: tl.tensor,
+    tables_ptr: tl.tensor,
+    a0: tl.tensor,
+    a1: tl.tensor,
+    a2: tl.tensor,
+    a3: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    PAGE: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> Any:
+    """The same of a cold page."""
+    norm_N = tl.load(cold + PAGE * (HEAD_DIM * 3 // 16) + tl.arange(0, PAGE)).to(tl.int32)
+    scaled_MN = (p_MN * decode_norm_device(norm_N, 240)[None, :]).to(DTYPE)
+    v_NJ = cold_tile(cold, tables_ptr, 0, HEAD_DIM, BLOCK_J, DTYPE)
+    a0 = tl.dot(scaled_MN, v_NJ, a0, input_precision="ieee")
+    v_NJ = cold_tile(cold, tables_ptr, 1, HEAD_DIM, BLOCK_J, DTYPE)
+    a1 = tl.dot(scaled_MN, v_NJ, a1, input_precision="ieee")
+    v_NJ = cold_tile(cold, tables_ptr, 2, HEAD_DIM, BLOCK_J, DTYPE)
+    a2 = tl.dot(scaled_MN, v_NJ, a2, input_precision="ieee")
+    v_NJ = cold_tile(cold, tables_ptr, 3, HEAD_DIM, BLOCK_J, DTYPE)
+    a3 = tl.dot(scaled_MN, v_NJ, a3, input_precision="ieee")
+    return a0, a1, a2, a3
