@@ -82,7 +82,7 @@ def make_scene(
     """Every second sequence has lost recent rows before some key (`from_S`)."""
     caps = [size + new for new in num_new]
     bases = [3 + sum(caps[:s]) for s in range(len(caps))]
-    froms = [
+    starts = [
         max(0, end - new - 5) * (s % 2)
         for s, (end, new) in enumerate(zip(lengths, num_new, strict=True))
     ]
@@ -108,7 +108,7 @@ def make_scene(
         shape = (*pages.sink_XGB.shape[:2], pages.sink_XGB.shape[2] // 2)
         pages.sink_XGB.copy_(randn(*shape).bfloat16().view(torch.uint8))
     for s, (end, new) in enumerate(zip(lengths, num_new, strict=True)):
-        for key in range(max(froms[s], end - new - size + 1, 0), end):
+        for key in range(max(starts[s], end - new - size + 1, 0), end):
             row = bases[s] + key % caps[s]
             pages.recent_NGE[row] = randn(num_kv_heads, 2 * head_dim).bfloat16()
     window = Window(
@@ -116,7 +116,7 @@ def make_scene(
         row_T=torch.full((sum(num_new),), -1, dtype=torch.int32, device=device),
         base_S=int32(*bases, device=device),
         cap_S=int32(*caps, device=device),
-        from_S=int32(*froms, device=device),
+        from_S=int32(*starts, device=device),
     )
     return Scene(
         fmt=fmt, pages=pages, window=window, page_ids=page_ids, lengths=lengths, num_new=num_new

@@ -55,6 +55,6 @@ def test_what_cannot_be_read_is_refused(generator, tmp_path):
     model = make_model(generator).model
     with pytest.raises(RequestError, match="kv_calibration: got '255 tokens'; allowed: at least"):
         calibrate_keys(model, tokens(generator, 255), folder=None)
-    with pytest.raises(ConfigError, match="kv_calibration: got .*none.txt"):
+    with pytest.raises(ConfigError, match=r"kv_calibration: got .*none\.txt"):
         read_text(str(tmp_path / "none.txt"))
     assert 5000 < len(shipped_text()) < 20000

@@ -305,7 +305,7 @@ class LLM:
             return None
         found = calibrate_keys(model, token_ids, folder=cache_dir())
         found.apply(model)
-        return found.noise_L.tolist()  # type: ignore[no-any-return]
+        return found.noise_L.tolist()
 
     def _graphs(self) -> dict[str, Any]:
         """CUDA graphs of the runner, where steps can be captured: torch ops wait for the device."""

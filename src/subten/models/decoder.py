@@ -88,10 +88,12 @@ class Decoder(nn.Module):
         # additions (science/bf16_residual.py), and the stream is few bytes.
         x_TD = F.embedding(step.token_id_T, self.embedding_VD).float()
         bad_T = None
-        each: Iterable[torch.Tensor | LayerPages] = pages_LPGB
+        each: Iterable[torch.Tensor | LayerPages]
         if isinstance(pages_LPGB, AdaptiveStep):
             bad_T = torch.zeros(len(x_TD), dtype=torch.int32, device=x_TD.device)
             each = pages_LPGB.layers(step, bad_T)
+        else:
+            each = pages_LPGB
         for layer, pages_PGB in zip(self.layers, each, strict=True):
             x_TD = layer(
                 x_TD,
