@@ -121,7 +121,8 @@ def pack_bits(code_ND: torch.Tensor) -> torch.Tensor:
     """[N, D] integers below 2 -> [N, E] uint8: channel i + b D/8 in bit b of byte i."""
     code_N8E = code_ND.to(torch.uint8).unflatten(-1, (8, -1))
     shift_81 = torch.arange(8, dtype=torch.uint8, device=code_ND.device)[:, None]
-    return (code_N8E << shift_81).sum(dim=-2, dtype=torch.uint8)
+    packed_NE: torch.Tensor = (code_N8E << shift_81).sum(dim=-2, dtype=torch.uint8)
+    return packed_NE
 
 
 def unpack_bits(byte_NE: torch.Tensor) -> torch.Tensor:

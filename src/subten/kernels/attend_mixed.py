@@ -262,8 +262,8 @@ def _launch(call: _Call, step: StepTensors, share_QBPM: torch.Tensor | None) -> 
     some = call.partials.lse_THZ  # in place of a pointer that is not used
     sink_XGB = pages.k_PGB if pages.sink_XGB is None else pages.sink_XGB
     k_out_PGB = pages.k_PGB if pages.k_out_PGB is None else pages.k_out_PGB
-    pools = (pages.k_PGB, pages.vbase_XGB, pages.vfine_YGB, pages.vcold_ZGB)
-    pools += (pages.recent_NGE, sink_XGB, k_out_PGB)
+    values = (pages.vbase_XGB, pages.vfine_YGB, pages.vcold_ZGB)
+    pools = (pages.k_PGB, *values, pages.recent_NGE, sink_XGB, k_out_PGB)
     width = 0 if call.table_PC is None else call.table_PC.shape[1]
     has_cold = len(pages.vcold_ZGB) > 0
     num_blocks = pages.num_kv_heads * plan.head_blocks

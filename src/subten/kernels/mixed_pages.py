@@ -76,8 +76,8 @@ class MixedPages:
             ("k_out_PGB", self.k_out_PGB, fmt.outlier_bytes(num_outliers)),
         ):
             if pool is not None:
-                shape = (num_kv_heads, num_bytes)
-                assert pool.shape[1:] == shape, (name, tuple(pool.shape), shape)
+                each = (num_kv_heads, num_bytes)
+                assert pool.shape[1:] == each, (name, tuple(pool.shape), each)
                 assert pool.dtype == torch.uint8, (name, pool.dtype)
                 assert pool.stride(2) == 1, (name, pool.stride())
         for name, index, shape in (
@@ -205,5 +205,5 @@ def read_exact(
 
 def rows_of(plane_GPB: torch.Tensor, *, each_page: bool = False) -> torch.Tensor:
     """[G, P, bytes] of 64 rows a page -> [G, rows, bytes of a row], or [G, P, 64, bytes]."""
-    rows_GPNB = plane_GPB.unflatten(-1, (PAGE_SIZE, -1))
+    rows_GPNB: torch.Tensor = plane_GPB.unflatten(-1, (PAGE_SIZE, -1))
     return rows_GPNB if each_page else rows_GPNB.flatten(1, 2)
