@@ -43,11 +43,11 @@ import torch
 
 from attend_chain import CHAIN_CODECS, CHAIN_CONTEXTS, measure_chains, table
 from gemv_setup import FORMATS
-from subten.bench.roof import measure_roof
 from subten.codecs import KVFormat, kv_format
 from subten.codecs.rotation import hadamard
 from subten.core import PAGE_SIZE
 from subten.device import detect
+from subten.engine.roof import measure_roof
 from subten.kernels import attend as triton_attend
 from subten.kernels.cuda import attend as cuda_attend
 from subten.kernels.cuda import runtime

@@ -29,9 +29,9 @@ import torch
 
 from gemv_chain import STAGES, Chain, chain_records, early_records, search_records
 from gemv_setup import DEVICE, Sizes, compile_all, graph_us, print_tables, random_weight
-from subten.bench.roof import measure_roof
 from subten.bench.shapes import SHAPES
 from subten.config import ModelConfig
+from subten.engine.roof import measure_roof
 from subten.kernels.cuda import is_available
 from subten.kernels.cuda.experts import launch_down, launch_up
 from subten.kernels.cuda.gemv import FORMATS, GemvPlan, linear

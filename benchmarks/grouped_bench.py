@@ -30,10 +30,10 @@ import torch
 from gemv_setup import DEVICE, Job, compile_all, graph_us, random_weight
 from subten.bench.records import origin
 from subten.bench.report import write_json
-from subten.bench.roof import measure_roof
 from subten.bench.shapes import SHAPES
 from subten.config import ModelConfig
 from subten.device import detect
+from subten.engine.roof import measure_roof
 from subten.kernels import experts as triton_experts
 from subten.kernels.cuda import experts as cuda_experts
 from subten.kernels.cuda import is_available

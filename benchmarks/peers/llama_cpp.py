@@ -27,10 +27,10 @@ import numpy as np
 from llama_library import Library
 
 from subten.bench.records import add_records, origin
-from subten.bench.roof import measure_roof
 from subten.bench.shapes import SHAPES
 from subten.config import ModelConfig
 from subten.device import detect
+from subten.engine.roof import measure_roof
 from subten.engine.stats import Percentiles
 
 RANDOM_BYTES = 2**26

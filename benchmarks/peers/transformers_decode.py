@@ -30,9 +30,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 from subten.bench.decode import DecodeWorkload
 from subten.bench.latency import peak_memory_bytes
 from subten.bench.records import add_records, origin, weights_dtype
-from subten.bench.roof import Roof, measure_roof
 from subten.bench.shapes import CONFIGS
 from subten.device import detect
+from subten.engine.roof import Roof, measure_roof
 from subten.engine.stats import Percentiles
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

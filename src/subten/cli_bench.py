@@ -21,8 +21,8 @@ from subten.cli_options import (
 from subten.core import ConfigError, refuse
 
 if TYPE_CHECKING:
-    from subten.bench.roof import Roof
     from subten.device import Device
+    from subten.engine.roof import Roof
     from subten.models.decoder import Decoder
 
 ShapesOption = Annotated[
@@ -183,9 +183,9 @@ def _builds(
 ) -> Iterator[_Built]:
     """The model of the shape in each weight format, one after the other."""
     from subten.bench.random_model import check_memory, free_memory, random_decoder
-    from subten.bench.roof import measure_roof
     from subten.bench.shapes import get_shape
     from subten.device import detect, keep_freed_memory
+    from subten.engine.roof import measure_roof
     from subten.kernels.weight_formats import check_format
     from subten.weights.load import DTYPES
 

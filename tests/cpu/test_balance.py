@@ -54,7 +54,8 @@ def test_descent_on_the_loss_evens_out_a_skewed_router(generator: torch.Generato
     x_TD = torch.randn(512, 16, generator=generator)
     x_TD[:, 0] += 3.0
     router = torch.randn(num_experts, 16, generator=generator)
-    router[0, 0] += 3.0
+    router[:, 0] = 0.0
+    router[0, 0] = 3.0
     router.requires_grad_()
     optimizer = torch.optim.Adam([router], lr=0.02)
 

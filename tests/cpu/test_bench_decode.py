@@ -15,15 +15,15 @@ from subten.bench.decode import MAX_ROUND, DecodeWorkload, measure_decode
 from subten.bench.plan import weight_bytes_read
 from subten.bench.random_model import check_memory, fill_pool, in_format, random_decoder
 from subten.bench.recording import experts_read, record_step, recorded
-from subten.bench.roof import Roof
 from subten.bench.shapes import SHAPES, get_shape
-from subten.bench.traffic import step_traffic
 from subten.cache.pool import PagePool
 from subten.cli import app
 from subten.codecs import kv_format
 from subten.core import PAGE_SIZE, ConfigError
 from subten.device import detect
+from subten.engine.roof import Roof
 from subten.engine.runner import Runner
+from subten.engine.traffic import step_traffic
 from subten.kernels.attend import read_pages
 from subten.kernels.step import make_step
 from subten.kernels.weight_formats import Weight, packed_bytes
@@ -227,7 +227,7 @@ def test_weights_beyond_the_memory_are_refused_before_they_are_made():
 @pytest.fixture
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A command of the group `bench`, on the device under test and with a small roof buffer."""
-    monkeypatch.setattr("subten.bench.roof.CPU_BYTES", 2**20)
+    monkeypatch.setattr("subten.engine.roof.CPU_BYTES", 2**20)
     device = str(request.config.getoption("--device"))
 
     def command(*args: str) -> Any:

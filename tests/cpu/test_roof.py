@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from subten.bench import roof
+from subten.engine import roof
 
 
 @pytest.mark.triton

@@ -32,7 +32,7 @@ def load_script(name: str = "transformers_decode") -> Any:
 @pytest.mark.parametrize("shape", ["tiny-mixtral", "tiny-qwen3"])
 def test_a_record_of_transformers(shape, device, tmp_path, monkeypatch):
     script, out = load_script(), tmp_path / "peers.json"
-    monkeypatch.setattr("subten.bench.roof.CPU_BYTES", 2**20)
+    monkeypatch.setattr("subten.engine.roof.CPU_BYTES", 2**20)
     options = ["--shape", shape, "--context-len", "20", "--num-steps", "3", "--compile", "none"]
     script.main([*options, "--device", str(device), "--json", str(out)])
     (found,) = json.loads(out.read_text(encoding="utf-8"))
@@ -87,7 +87,7 @@ def test_a_file_for_llama_cpp(shape, weights, tmp_path, monkeypatch):
 def test_a_record_of_llama_cpp(tmp_path, monkeypatch):
     """The library is one that takes a file and tells the times it was made with."""
     script, out = load_script("llama_cpp"), tmp_path / "peers.json"
-    monkeypatch.setattr("subten.bench.roof.CPU_BYTES", 2**20)
+    monkeypatch.setattr("subten.engine.roof.CPU_BYTES", 2**20)
     monkeypatch.setattr(script, "RANDOM_BYTES", 2**14)
     asked = []
 

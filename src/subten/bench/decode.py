@@ -23,8 +23,6 @@ import torch
 from subten.bench.latency import peak_memory_bytes
 from subten.bench.random_model import fill_pool, free_memory
 from subten.bench.recording import experts_read, record_step
-from subten.bench.roof import Roof
-from subten.bench.traffic import step_traffic
 from subten.cache.allocator import PageAllocator
 from subten.cache.pool import PagePool
 from subten.core import (
@@ -38,8 +36,10 @@ from subten.core import (
 )
 from subten.engine.engine import BatchRunner, Engine
 from subten.engine.llm import LLM
+from subten.engine.roof import Roof
 from subten.engine.scheduler import Scheduler
 from subten.engine.stats import Percentiles
+from subten.engine.traffic import step_traffic
 from subten.kernels.step import make_step
 from subten.models.decoder import Decoder
 from subten.weights.load import LoadedModel

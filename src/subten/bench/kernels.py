@@ -22,9 +22,9 @@ import torch
 
 from subten.bench.random_model import fill_pool, free_memory
 from subten.bench.recording import HEAD, Call, experts_read, recorded, tensors_in
-from subten.bench.roof import Roof
 from subten.cache.pool import PagePool
 from subten.core import PAGE_SIZE, ConfigError, refuse
+from subten.engine.roof import Roof
 from subten.kernels.cpu_linear import head_logits
 from subten.kernels.sample import SamplingTensors
 from subten.kernels.step import StepTensors, make_step

@@ -15,12 +15,12 @@ from dataclasses import fields
 
 import torch
 
-from subten.bench.roof import measure_roof
 from subten.config import cache_dir
 from subten.core import UserError
 from subten.device import keep_freed_memory
 from subten.engine.llm import LLM
 from subten.engine.resolve import resolve_device
+from subten.engine.roof import measure_roof
 from subten.serve import ipc
 from subten.serve.channel import Channel, ServerGoneError
 from subten.serve.engine_loop import BEAT_S, EngineLoop

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from subten.bench.traffic import weight_bytes_of_step
 from subten.core import PAGE_SIZE
 from subten.engine.expert_load import LoadSummary
 from subten.engine.llm import LLM
+from subten.engine.traffic import weight_bytes_of_step
 from subten.models.decoder import Decoder
 
 NUM_STEPS = 33
