@@ -22,7 +22,7 @@ MAX_GATHER_TOKENS = 8
 """Tokens up to which `experts` gathers the weights of each token's experts.
 
 Above, experts are shared by enough tokens that reading each once, on the tensor cores, wins: at 12
-tokens by 8 to 340 %, over two shapes and three formats; at 8 between 16 % slower and 28 % faster
+tokens by 8 to 340 %, over two shapes and three formats; at 8 between 9 % slower and 28 % faster
 (benchmarks/plans/h200-grouped-crossover.json).
 """
 
