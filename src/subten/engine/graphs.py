@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from subten.cache.fidelity import Span
 from subten.cache.pool import KVPool
 from subten.core import PAGE_SIZE, BatchItem, Sequence
 from subten.engine.expert_load import ExpertLoad
@@ -44,10 +45,10 @@ class DecodeGraphs:
     its replay; tests on a CPU pass the step itself.
 
     The device does not wait for the host between two steps: before the tokens of a step are read,
-    the next one is started on the device's own tokens, for the same sequences in the same rows. If
-    that is what the next call asks for, its results are there or on their way. Else they are
-    dropped: what such a step wrote lies past the end of its sequences, and numbers drawn depend on
-    seed and index alone.
+    the next one is started on the device's own tokens, for the sequences that go on as far as is
+    known. If the next call asks for these or some of them, the results are there or on their way.
+    Else they are dropped: what such a step wrote lies past the end of its sequences, and numbers
+    drawn depend on seed and index alone.
     """
 
     def __init__(
@@ -106,33 +107,49 @@ class DecodeGraphs:
         """
         assert 1 <= len(items) <= self.max_batch, (len(items), self.max_batch)
         flight, self._ahead = self._ahead, None
-        if flight is None or not flight.serves(items):
-            flight = self._launch([_Row.of(item) for item in items])
+        chosen = None if flight is None else flight.find(items)
+        if flight is None or chosen is None:
+            flight, chosen = (
+                self._launch([_Row.of(item) for item in items]),
+                list(range(len(items))),
+            )
         settle()
-        rows = [row.next() for row in flight.rows]
+        logits_SV = flight.logits_SV
+        if len(chosen) < len(flight.rows):
+            logits_SV = torch.cat([logits_SV[old : old + n] for _, old, n in _runs(chosen)])
         # A step ahead would overwrite logits that are still to be read.
         is_simple = all(item.needs_token and not _needs_logits(item) for item in items)
-        if not has_more and is_simple and all(self._may_follow(row) for row in rows):
-            self._ahead = self._launch(rows, feed_T=flight.token_S)
-        return flight.logits_SV, flight.read()
+        if not has_more and is_simple:
+            self._ahead = self._launch_ahead(flight, chosen)
+        sampled = flight.read()
+        return logits_SV, [sampled[i] for i in chosen]
 
     def drop_ahead(self) -> None:
         """Forget the step that was started ahead, since other steps come between."""
         self._ahead = None
 
-    def _may_follow(self, row: _Row) -> bool:
-        """Whether `row` will be wanted as far as can be known before its token is, and can run."""
-        sequence = row.sequence
-        params = sequence.request.sampling
-        return (
-            not sequence.request.needs_logits(row.index)
-            and row.index < params.max_tokens
-            and row.position + 1 < self._max_model_len
-            and row.position < len(sequence.page_ids) * PAGE_SIZE
-        )
+    def _launch_ahead(self, flight: _Flight, chosen: list[int]) -> _Flight | None:
+        """Start the step after `flight` for those of its rows that will go on, if it can run."""
+        following = [(i, flight.rows[i].next()) for i in chosen]
+        following = [(i, row) for i, row in following if not self._is_over(row)]
+        rows = [row for _, row in following]
+        if not rows or not all(row.can_run for row in rows):
+            return None
+        # A page that the step opens is not yet known to the pool.
+        opening = [row for row in rows if row.position % PAGE_SIZE == 0]
+        if opening:
+            self._pool.prepare([row.span for row in opening])
+        return self._launch(rows, feed=(flight.token_S, _runs([i for i, _ in following])))
 
-    def _launch(self, rows: list[_Row], feed_T: torch.Tensor | None = None) -> _Flight:
-        """Start a step; its tokens are `feed_T` on the device, or else those of the sequences."""
+    def _is_over(self, row: _Row) -> bool:
+        """Whether `row` will not be wanted, whatever the token before it is."""
+        num_allowed = row.sequence.request.sampling.max_tokens
+        return row.index >= num_allowed or row.position + 1 >= self._max_model_len
+
+    def _launch(
+        self, rows: list[_Row], feed: tuple[torch.Tensor, list[_Run]] | None = None
+    ) -> _Flight:
+        """Start a step; its tokens are runs of `feed` on the device, or else the sequences'."""
         size = _padded_size(len(rows))
         bucket = kv_bucket(max(row.position + 1 for row in rows), self._max_model_len)
         replay = self._replays.get((size, bucket))
@@ -142,8 +159,10 @@ class DecodeGraphs:
             replay = self._capture(lambda: self._step(size, bucket))
             self._replays[size, bucket] = replay
         self._fill(rows, size)
-        if feed_T is not None:
-            self._inputs.device["token_id_T"][: len(rows)].copy_(feed_T)
+        if feed is not None:
+            token_S, runs = feed
+            for new, old, num in runs:
+                self._inputs.device["token_id_T"][new : new + num].copy_(token_S[old : old + num])
         logits_SV, token_S, sampled_S = (tensor[: len(rows)] for tensor in replay())
         if self._expert_load is not None and self._expert_load.is_due:
             self._expert_load.take(self._routed[size, bucket], len(rows))
@@ -185,8 +204,7 @@ class DecodeGraphs:
         padding = slice(len(rows), size)
         for name, values in host.items():
             values[padding] = -1 if name == "slot_T" else 0
-        spans = [span(row.sequence, row.position, row.position + 1) for row in rows]
-        self._pool.fill_decode(host, spans)
+        self._pool.fill_decode(host, [row.span for row in rows])
         self._inputs.upload()
 
 
@@ -205,6 +223,24 @@ class _Row:
 
     def next(self) -> _Row:
         return _Row(self.sequence, self.position + 1, self.index + 1)
+
+    @property
+    def span(self) -> Span:
+        return span(self.sequence, self.position, self.position + 1)
+
+    @property
+    def can_run(self) -> bool:
+        """Whether it has a page, and the device alone can choose its token."""
+        has_page = self.position < len(self.sequence.page_ids) * PAGE_SIZE
+        return has_page and not self.sequence.request.needs_logits(self.index)
+
+    def computes(self, item: BatchItem) -> bool:
+        """Whether this is `item`, with the token that the device went on with."""
+        return (
+            item.sequence is self.sequence
+            and item.start == self.position
+            and item.sequence.num_output == self.index
+        )
 
 
 class _Flight:
@@ -228,20 +264,36 @@ class _Flight:
         self._done = Event(sampled_S.device)
         self._done.record()
 
-    def serves(self, items: list[BatchItem]) -> bool:
-        """Whether these items are the rows, each with the token that the device went on with."""
-        return len(items) == len(self.rows) and all(
-            item.sequence is row.sequence
-            and item.start == row.position
-            and item.sequence.num_output == row.index
-            for item, row in zip(items, self.rows, strict=True)
-        )
+    def find(self, items: list[BatchItem]) -> list[int] | None:
+        """Which row each item is; None if one of them is none."""
+        index_of = {row.sequence.request.request_id: i for i, row in enumerate(self.rows)}
+        found = [index_of.get(item.sequence.request.request_id) for item in items]
+        chosen = [i for i in found if i is not None]
+        if len(chosen) < len(items):
+            return None
+        pairs = zip(items, chosen, strict=True)
+        return chosen if all(self.rows[i].computes(item) for item, i in pairs) else None
 
     def read(self) -> list[int]:
         """Wait for the step; its sampled ids."""
         self._done.wait()
         sampled: list[int] = self._sampled_S.tolist()
         return sampled
+
+
+_Run = tuple[int, int, int]
+"""Rows that stay together: first new row, first old row, number."""
+
+
+def _runs(chosen: list[int]) -> list[_Run]:
+    """Old rows in their new order, as few runs as there can be: each is one copy."""
+    runs: list[_Run] = []
+    for new, old in enumerate(chosen):
+        if runs and old == runs[-1][1] + runs[-1][2]:
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((new, old, 1))
+    return runs
 
 
 def _needs_logits(item: BatchItem) -> bool:
