@@ -25,10 +25,11 @@ from subten.core import (
 )
 from subten.engine.engine import Engine
 from subten.engine.expert_load import ExpertLoad
-from subten.engine.graph_inputs import MIN_KV_BUCKET, Step, capture_cuda_graph
+from subten.engine.graph_inputs import MIN_KV_BUCKET, Inputs, Step, capture_cuda_graph
 from subten.engine.graphs import DecodeGraphs
 from subten.engine.runner import Model, Runner
 from subten.engine.scheduler import BAD_LOGITS, Scheduler
+from subten.kernels.advance import advance_torch
 from subten.kernels.sample import sample_torch
 from subten.kernels.step import StepTensors, make_step
 from subten.models.decoder import Decoder
@@ -53,6 +54,7 @@ def make_graphs(
         decoder,
         pool,
         sample=decoder.ops.sample,
+        advance=decoder.ops.advance,
         max_batch=max_batch,
         max_model_len=MAX_MODEL_LEN,
         device=decoder.device,
@@ -196,6 +198,7 @@ def counting_graphs(model: Model, pool: PagePool, max_model_len: int) -> DecodeG
         model,
         pool,
         sample=sample_torch,
+        advance=advance_torch,
         max_batch=4,
         max_model_len=max_model_len,
         device=pool.pages_LPGB.device,
@@ -239,6 +242,27 @@ def test_the_next_step_runs_ahead_and_is_taken(device: torch.device, pool: PageP
         # One step is always under way, and none runs twice.
         assert len(model.positions) == i + 2
     assert model.positions == [[1 + i, 3 + i] for i in range(21)]
+
+
+def test_the_device_moves_its_inputs_on_by_itself(
+    device: torch.device, pool: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads = []
+    upload = Inputs.upload
+    monkeypatch.setattr(Inputs, "upload", lambda inputs: (uploads.append(1), upload(inputs)))
+    model = CountingModel(device)
+    graphs = counting_graphs(model, pool, 512)
+    long, short = counted([1] * 60, [3]), counted([5, 6], [1])
+    seen = []
+    for _ in range(10):
+        if len(long.token_ids) == PAGE_SIZE:
+            long.page_ids = [3, 6]  # as the scheduler does, before the step that needs it
+        take(graphs, [long, short])
+        seen.append(len(uploads))
+    # Padding before the capture, and the first step; then the one whose page came after the inputs
+    # had moved on.
+    assert seen == [2, 2, 2, 2, 3, 3, 3, 3, 3, 3]
+    assert model.positions == [[59 + i, 1 + i] for i in range(11)]
 
 
 def test_a_step_ahead_is_dropped_where_another_is_wanted(
@@ -387,6 +411,7 @@ def test_a_graph_for_each_size_and_bucket(device: torch.device, generator: torch
         lambda step, _: torch.zeros(len(step.kv_len_S), 3, device=device),
         pool,
         sample=decoder.ops.sample,
+        advance=decoder.ops.advance,
         max_batch=17,
         max_model_len=5000,
         device=device,

@@ -25,10 +25,14 @@ from subten.engine.graph_inputs import (
     capture_cuda_graph,
     fill_sampling,
     kv_bucket,
-    sample_step,
+    sampling_of,
     span,
 )
+from subten.engine.scheduler import BAD_LOGITS
+from subten.kernels.advance import BAD_TOKEN
 from subten.kernels.step import StepTensors
+
+assert BAD_TOKEN == BAD_LOGITS, (BAD_TOKEN, BAD_LOGITS)
 
 EXACT_SIZES = 8
 """Up to so many sequences each number has its own graph: a padded row would read experts too."""
@@ -49,6 +53,10 @@ class DecodeGraphs:
     known. If the next call asks for these or some of them, the results are there or on their way.
     Else they are dropped: what such a step wrote lies past the end of its sequences, and numbers
     drawn depend on seed and index alone.
+
+    Nor is there a copy between the two: `advance` ends each step by writing its tokens to memory of
+    the host and by moving the inputs on. The host fills them when it starts other rows, when a
+    sequence has a new page, and where the pool has inputs of its own.
     """
 
     def __init__(
@@ -57,6 +65,7 @@ class DecodeGraphs:
         pool: KVPool,
         *,
         sample: Callable[..., Any],
+        advance: Callable[..., None],
         max_batch: int,
         max_model_len: int,
         device: torch.device,
@@ -68,6 +77,7 @@ class DecodeGraphs:
         self._model = model
         self._pool = pool
         self._sample = sample
+        self._advance = advance
         self._capture = capture
         self._max_model_len = max_model_len
         self._replays: dict[tuple[int, int], Step] = {}
@@ -75,6 +85,11 @@ class DecodeGraphs:
         self._routed: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._ahead: _Flight | None = None
         rows = _padded_size(max_batch)
+        pool_layout = pool.decode_layout(rows)
+        self._fills_each_step = bool(pool_layout)
+        # Results of a step and of the one ahead of it, by turns.
+        self._turn = 0
+        self._sampled_2S = torch.zeros(2, rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._inputs = Inputs(
             {
                 "token_id_T": ("int64", (rows,)),
@@ -82,7 +97,8 @@ class DecodeGraphs:
                 "slot_T": ("int64", (rows,)),
                 "kv_len_S": ("int32", (rows,)),
                 **{name: (dtype, (rows,)) for name, dtype in SAMPLING_LAYOUT.items()},
-                **pool.decode_layout(rows),
+                "turn_1": ("int32", (1,)),
+                **pool_layout,
             },
             device,
         )
@@ -149,26 +165,42 @@ class DecodeGraphs:
     def _launch(
         self, rows: list[_Row], feed: tuple[torch.Tensor, list[_Run]] | None = None
     ) -> _Flight:
-        """Start a step; its tokens are runs of `feed` on the device, or else the sequences'."""
+        """Start a step; its tokens are those of the sequences.
+
+        With `feed` the host does not know them yet: they are these runs of what the last step that
+        was started gave its rows.
+        """
         size = _padded_size(len(rows))
         bucket = kv_bucket(max(row.position + 1 for row in rows), self._max_model_len)
+        self._turn = 1 - self._turn
+        # All rows of that step, in their places: it has moved them on itself.
+        is_filled = feed is not None and feed[1] == [(0, 0, len(feed[0]))]
+        is_filled &= not self._fills_each_step
         replay = self._replays.get((size, bucket))
         if replay is None:
             # The step runs before its capture: on padding, which no live page notices.
             self._fill([], size)
             replay = self._capture(lambda: self._step(size, bucket))
             self._replays[size, bucket] = replay
-        self._fill(rows, size)
-        if feed is not None:
-            token_S, runs = feed
-            for new, old, num in runs:
-                self._inputs.device["token_id_T"][new : new + num].copy_(token_S[old : old + num])
-        logits_SV, token_S, sampled_S = (tensor[: len(rows)] for tensor in replay())
+            is_filled = False
+        for i, row in enumerate(rows):
+            # A new page: the slot was not known when the inputs moved on.
+            is_filled &= not self._page_table.set_row(i, row.sequence.page_ids)
+        if not is_filled:
+            self._fill(rows, size)
+            if feed is not None:
+                self._feed(*feed)
+        logits_SV, token_S = (tensor[: len(rows)] for tensor in replay())
         if self._expert_load is not None and self._expert_load.is_due:
             self._expert_load.take(self._routed[size, bucket], len(rows))
-        return _Flight(rows, logits_SV, token_S, sampled_S)
+        return _Flight(rows, logits_SV, token_S, self._sampled_2S[self._turn, : len(rows)])
 
-    def _step(self, size: int, bucket: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _feed(self, token_S: torch.Tensor, runs: list[_Run]) -> None:
+        token_id_T = self._inputs.device["token_id_T"]
+        for new, old, num in runs:
+            token_id_T[new : new + num].copy_(token_S[old : old + num])
+
+    def _step(self, size: int, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = {name: tensor[:size] for name, tensor in self._inputs.device.items()}
         step = StepTensors(
             token_id_T=inputs["token_id_T"],
@@ -187,7 +219,16 @@ class DecodeGraphs:
         if self._expert_load is not None:
             # The last time that this runs is the capture itself, whose tensors each replay fills.
             self._routed[size, bucket] = self._expert_load.routed()
-        return sample_step(logits_SV, self._sample, inputs)
+        token_S, is_ok_S = self._sample(logits_SV, sampling_of(inputs))
+        self._advance(
+            token_S,
+            is_ok_S,
+            step,
+            index_S=inputs["index_S"],
+            turn_1=self._inputs.device["turn_1"],
+            sampled_2S=self._sampled_2S,
+        )
+        return logits_SV, token_S
 
     def _fill(self, rows: list[_Row], size: int) -> None:
         host = self._inputs.next_host()
@@ -200,10 +241,11 @@ class DecodeGraphs:
             host["slot_T"][i] = page * PAGE_SIZE + position % PAGE_SIZE
             host["kv_len_S"][i] = position + 1
             fill_sampling(host, i, sequence, row.index)
-            self._page_table.set_row(i, sequence.page_ids)
+        host["turn_1"][0] = self._turn
         padding = slice(len(rows), size)
         for name, values in host.items():
-            values[padding] = -1 if name == "slot_T" else 0
+            if name != "turn_1":
+                values[padding] = -1 if name == "slot_T" else 0
         self._pool.fill_decode(host, [row.span for row in rows])
         self._inputs.upload()
 
@@ -256,12 +298,8 @@ class _Flight:
         self.rows = rows
         self.logits_SV = logits_SV
         self.token_S = token_S
-        # The next replay of the graph overwrites its outputs: this copy is queued before it.
-        self._sampled_S = torch.empty(
-            len(rows), dtype=torch.int64, pin_memory=sampled_S.device.type == "cuda"
-        )
-        self._sampled_S.copy_(sampled_S, non_blocking=True)
-        self._done = Event(sampled_S.device)
+        self._sampled_S = sampled_S
+        self._done = Event(token_S.device)
         self._done.record()
 
     def find(self, items: list[BatchItem]) -> list[int] | None:
