@@ -12,7 +12,8 @@ from typing import Any
 from subten.kernels.triton_shim import triton
 
 _PRODUCT = re.compile(
-    r"tt\.dot .*?tensor<\d+x(\d+)x\w+, #ttg\.dot_op<\{opIdx = 0, parent = (#mma\d*), kWidth = (\d+)\}>"
+    r"tt\.dot .*?tensor<\d+x(\d+)x\w+, "
+    r"#ttg\.dot_op<\{opIdx = 0, parent = (#mma\d*), kWidth = (\d+)\}>"
 )
 
 

@@ -38,6 +38,10 @@ from subten.kernels.triton_shim import triton
 MAX_ROWS = 32
 """Rows of a tile: products of so few run on mma.sync, whose operands stay in registers."""
 
+MAX_TABLE_BYTES = 2**17
+"""Shared memory that tiles of a table and its coefficients may take, of the 227 KiB of an H200:
+all else takes at most 107 KiB (Triton 3.6, head_dim 128, 128 rows)."""
+
 
 def attend_mixed(
     q_THD: torch.Tensor,
@@ -266,6 +270,10 @@ def _launch(call: _Call, step: StepTensors, share_QBPM: torch.Tensor | None) -> 
     pools = (pages.k_PGB, *values, pages.recent_NGE, sink_XGB, k_out_PGB)
     width = 0 if call.table_PC is None else call.table_PC.shape[1]
     has_cold = len(pages.vcold_ZGB) > 0
+    block_c = max(16, triton.next_power_of_2(width))
+    # The loop holds the tiles of as many pages as it has stages.
+    table_bytes = 4 * block_c * (plan.block_rows + PAGE_SIZE) if width else 0
+    fits = plan.num_stages * table_bytes <= MAX_TABLE_BYTES
     num_blocks = pages.num_kv_heads * plan.head_blocks
     attend_mixed_kernel[(len(step.tile_seq_Q), num_blocks, plan.grid_splits)](
         *tile_args(step, plan),
@@ -295,7 +303,7 @@ def _launch(call: _Call, step: StepTensors, share_QBPM: torch.Tensor | None) -> 
         BLOCK_O=max(16, triton.next_power_of_2(pages.num_outliers)),
         HAS_COLD=has_cold,
         WIDTH=width,
-        BLOCK_C=max(16, triton.next_power_of_2(width)),
+        BLOCK_C=block_c,
         TABLE_PRECISION="ieee" if call.q_THD.dtype == torch.float32 else "tf32",
         GROUP=call.group,
         BLOCK_H=plan.block_heads,
@@ -305,5 +313,5 @@ def _launch(call: _Call, step: StepTensors, share_QBPM: torch.Tensor | None) -> 
         HAS_MASS=share_QBPM is not None,
         **tile_constants(call.q_THD, plan, call.rotation_DD),
         num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
+        num_stages=plan.num_stages if fits else 1,
     )
