@@ -158,10 +158,12 @@ def run_server(options: argparse.Namespace, own: Sequence[str]) -> None:
     )
 
 
-def start_server(own: Sequence[str]) -> tuple[subprocess.Popen[bytes], int]:
-    """The server and its port, once it listens."""
+def start_server(
+    own: Sequence[str], *, script: str = __file__
+) -> tuple[subprocess.Popen[bytes], int]:
+    """The server of a benchmark and its port, once it listens."""
     process = subprocess.Popen(
-        [sys.executable, __file__, "--part", "server", *own], stderr=subprocess.PIPE
+        [sys.executable, script, "--part", "server", *own], stderr=subprocess.PIPE
     )
     assert process.stderr is not None
     for line in process.stderr:
