@@ -7,8 +7,8 @@
 The two take turns, request by request, so that whatever else the machine does meets both alike.
 Each request continues a prompt of its own by `--tokens` tokens, greedily. TPOT is (last - first) /
 (tokens - 1): the engine's by its own clock at the end of each step, the server's by when a client's
-socket, in this process, has the bytes. After that `--streams` requests run together, through the
-server alone, for the spread of the gaps between tokens.
+socket, in this process, has the bytes. After that `--streams` requests run together, in turns as
+well, for the spread of the gaps between tokens while all of them decode.
 
 With `--shape` the weights are random, and each token's text is a word of its own, so that each
 makes an event. `--shape tiny` is a model whose steps cost next to nothing: what serving adds shows
@@ -25,6 +25,7 @@ import selectors
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -168,6 +169,8 @@ def start_server(
     assert process.stderr is not None
     for line in process.stderr:
         if b'"listening"' in line:
+            # A pipe that nobody empties would hold the server in the end.
+            threading.Thread(target=process.stderr.read, daemon=True).start()
             return process, int(json.loads(line)["url"].rpartition(":")[2])
         sys.stderr.buffer.write(line)
     raise SystemExit("the server does not start")
@@ -179,6 +182,19 @@ def engine_tpot_ms(llm: LLM, prompt: list[int], num_tokens: int) -> float:
     tpot_ms = llm.generate(prompt, params)[0].tpot_ms
     assert tpot_ms is not None
     return tpot_ms
+
+
+def engine_gaps_ms(llm: LLM, prompts: list[list[int]], num_tokens: int) -> list[float]:
+    """Gaps of requests that run together, by the engine's clock."""
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    found = llm.generate(prompts, params)
+    return gaps_of_all([completion.timings.token_times_s for completion in found])
+
+
+def gaps_of_all(times_s: Sequence[Sequence[float]]) -> list[float]:
+    """Milliseconds between tokens while all decode; the first ones wait for others' prompts."""
+    began_s = max(times[0] for times in times_s)
+    return [(b - a) * 1e3 for times in times_s for a, b in pairwise(times) if a >= began_s]
 
 
 def ask(port: int, prompts: Sequence[list[int]], num_tokens: int) -> list[Answer]:
@@ -247,22 +263,25 @@ def measure(options: argparse.Namespace, own: Sequence[str]) -> dict[str, Any]:
                 server_ms.append(server_tpot_ms(answer, options.tokens))
                 gaps_ms += answer.gaps_ms
         ask(port, [prompt() for _ in range(options.streams)], options.tokens)
-        before_s, num_tokens = cpu_s(process.pid), 0
+        engine_gaps_ms(llm, [prompt() for _ in range(options.streams)], options.tokens)
+        spent_ms = 0.0
+        num_events = 0
         together_ms: list[float] = []
+        engine_together_ms: list[float] = []
         for _ in range(options.stream_rounds):
+            prompts = [prompt() for _ in range(options.streams)]
+            engine_together_ms += engine_gaps_ms(llm, prompts, options.tokens)
+            before_s = cpu_s(process.pid)
             answers = ask(port, [prompt() for _ in range(options.streams)], options.tokens)
-            num_tokens += options.streams * options.tokens
-            # The gaps while all of them decode; the first ones wait for others' prompts.
-            began_s = max(answer.times_s[0] for answer in answers)
-            together_ms += [
-                (b - a) * 1e3 for one in answers for a, b in pairwise(one.times_s) if a >= began_s
-            ]
-        spent_ms = (cpu_s(process.pid) - before_s) * 1e3
+            spent_ms += (cpu_s(process.pid) - before_s) * 1e3
+            num_events += sum(len(answer.times_s) for answer in answers)
+            together_ms += gaps_of_all([answer.times_s for answer in answers])
     finally:
         process.terminate()
         process.wait(60)
-    gaps_ms.sort()
-    together_ms.sort()
+    num_tokens = options.stream_rounds * options.streams * options.tokens
+    for gaps in (gaps_ms, together_ms, engine_together_ms):
+        gaps.sort()
     added_ms = median(server_ms) - median(engine_ms)
     return {
         "kind": "serve_overhead",
@@ -282,10 +301,14 @@ def measure(options: argparse.Namespace, own: Sequence[str]) -> dict[str, Any]:
         "itl_ms_p50": percentile(gaps_ms, 50),
         "itl_ms_p99": percentile(gaps_ms, 99),
         "num_streams": options.streams,
+        "engine_streams_itl_ms_p50": percentile(engine_together_ms, 50),
+        "engine_streams_itl_ms_p99": percentile(engine_together_ms, 99),
         "streams_itl_ms_p50": percentile(together_ms, 50),
         "streams_itl_ms_p99": percentile(together_ms, 99),
         "streams_itl_spread": percentile(together_ms, 99) / percentile(together_ms, 50),
         "bound_spread": BOUND_SPREAD,
+        # A server that is late, or a token that is part of a character, makes fewer events.
+        "events_per_token": num_events / num_tokens,
         "server_cpu_ms_per_token": spent_ms / num_tokens,
         **origin(detect(options.device)),
     }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from subten.serve import ipc
 from subten.serve.supervisor import EngineState, Supervisor
@@ -29,6 +31,7 @@ class Metrics:
 
     def __init__(self, model: str, supervisor: Supervisor) -> None:
         self._registry = CollectorRegistry()
+        self._text = _Text()
         self._model = model
 
         def counter(name: str, text: str) -> Counter:
@@ -83,9 +86,45 @@ class Metrics:
         )
         self._registry.register(_EngineCollector(model, supervisor))
 
-    def render(self) -> bytes:
-        """The text that a scrape gets."""
-        return generate_latest(self._registry)
+    async def render(self) -> bytes:
+        """The text that a scrape gets; tokens go out between one metric and the next."""
+        parts = []
+        for metric in self._registry.collect():
+            parts.append(self._text.of(metric))
+            await asyncio.sleep(0)
+        return "".join(parts).encode()
+
+
+class _Text:
+    """Prometheus' text format; what stands before a value is written once for each series.
+
+    Without the `_created` times, which the format has no place for.
+    """
+
+    def __init__(self) -> None:
+        self._heads: dict[tuple[str, ...], str] = {}
+
+    def of(self, metric: Metric) -> str:
+        """The lines of one metric: a counter, a gauge or a histogram."""
+        name = metric.name + "_total" * (metric.type == "counter")
+        created = metric.name + "_created"
+        lines = [f"# HELP {name} {metric.documentation}\n# TYPE {name} {metric.type}\n"]
+        for sample in metric.samples:
+            if sample.name != created:
+                key = (sample.name, *sample.labels.values())
+                head = self._heads.get(key)
+                if head is None:
+                    head = self._heads[key] = _head(sample.name, sample.labels)
+                lines.append(f"{head}{floatToGoString(sample.value)}\n")
+        return "".join(lines)
+
+
+def _head(name: str, labels: Mapping[str, str]) -> str:
+    shown = []
+    for label, value in sorted(labels.items()):
+        escaped = value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+        shown.append(f'{label}="{escaped}"')
+    return f"{name}{{{','.join(shown)}}} "
 
 
 class _EngineCollector(Collector):
