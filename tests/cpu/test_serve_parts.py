@@ -22,10 +22,11 @@ from scripted import byte_tokenizer
 from tiny_llama import vocabulary
 
 from subten.config import EngineConfig
-from subten.core import ConfigError
+from subten.core import ConfigError, FinishReason, SamplingParams
 from subten.serve import ipc, streams, template_process
 from subten.serve.auth import HostList, KeyRing, is_loopback
 from subten.serve.errors import ApiError
+from subten.serve.generation import Generation, Generator, Job
 from subten.serve.logprobs import TokenTexts
 from subten.serve.metrics import Metrics
 from subten.serve.settings import ServeConfig
@@ -414,6 +415,49 @@ def test_the_key_may_come_from_the_environment(monkeypatch):
         env_api_key()
     monkeypatch.delenv("SUBTEN_API_KEY")
     assert env_api_key() == ()
+
+
+class OwnHands:
+    """A supervisor whose engine is the test."""
+
+    state, num_live = EngineState.READY, 0
+
+    def __init__(self) -> None:
+        self.sinks: list[Any] = []
+
+    def submit(self, _request: ipc.Submit, sink: Any, *, is_held: bool) -> None:
+        assert not is_held
+        self.sinks.append(sink)
+
+    def cancel(self, request_ids: Any) -> None:
+        """The test does not go on with them."""
+
+
+def test_an_end_waits_for_the_tokens_that_others_got_with_it():
+    supervisor: Any = OwnHands()
+    metrics = Metrics("m", busy_supervisor())
+    seen: list[str] = []
+
+    async def read(name: str, generation: Generation) -> None:
+        async for piece in generation.pieces():
+            seen.append(f"{name} {piece.finish_reason}")
+        seen.append(f"{name} is over")
+
+    async def run() -> None:
+        generator = Generator(supervisor, None, metrics, max_live=9)
+        job = Job(prompts=[[1]], sampling=SamplingParams(max_tokens=2))
+        tasks = [asyncio.create_task(read(name, generator.start(job))) for name in "abc"]
+        for reasons in ((None, None, None), (FinishReason.LENGTH, None, FinishReason.LENGTH)):
+            await asyncio.sleep(0.01)
+            for sink, reason in zip(supervisor.sinks, reasons, strict=True):
+                sink(ipc.TokenOut(request_id="", token_id=5, finish_reason=reason))
+        await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(run())
+    assert seen[:3] == ["a None", "b None", "c None"]
+    assert seen[3:] == ["a length", "b None", "c length", "a is over", "c is over"]
 
 
 class SlowSend:
