@@ -4,7 +4,8 @@
 
 Every `--step-ms` the engine sends one token for each stream. What gaps have beyond that, p99 over
 p50, is what the server, the sockets and the client add: the last is this process, and the engine
-waits in a loop, so that neither shares a core with the server where there are three. For models'
+waits in a loop, so that neither shares a core with the server where there are three. With
+`--scrape-s` its metrics, those of a model with 128 experts, are asked for that often. For models'
 own steps see `serve_overhead.py`.
 """
 
@@ -14,7 +15,9 @@ import argparse
 import gc
 import json
 import sys
+import threading
 import time
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,12 +62,29 @@ def run_engine(options: argparse.Namespace) -> None:
         chat_template=None,
     )
     channel.send(ipc.Ready(info=info, tokenizer=file))
+    channel.send(_status())
     gc.collect()
     gc.freeze()
     try:
         _keep_time(channel, options.step_ms / 1e3)
     except ServerGoneError:
         return
+
+
+def _status() -> ipc.Status:
+    """All that an engine can tell."""
+    load = ipc.ExpertLoadOut(
+        by_rank=[1.0] * 128, max_violation=0.0, worst_violation=0.0, experts_a_step=8.0
+    )
+    counts = ("running", "waiting", "pages_free", "pages_cached", "pages_used", "preemptions")
+    counts += ("steps", "computed_tokens", "prefix_queries", "prefix_hits")
+    return ipc.Status(
+        **{f"num_{name}": 0 for name in counts},
+        kv_bytes=0,
+        kv_true_bits=None,
+        kv_pages_by_kind={"int4": 0},
+        expert_load=load,
+    )
 
 
 def _keep_time(channel: Channel, step_s: float) -> None:
@@ -117,6 +137,15 @@ def run_server(options: argparse.Namespace, own: Sequence[str]) -> None:
     )
 
 
+def scrape(port: int, every_s: float, times_ms: list[float]) -> None:
+    """Ask for the metrics again and again; how long each answer took."""
+    while True:
+        time.sleep(every_s)
+        began_s = time.perf_counter()
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read()
+        times_ms.append((time.perf_counter() - began_s) * 1e3)
+
+
 def measure(options: argparse.Namespace, own: Sequence[str]) -> dict[str, Any]:
     """Gaps between events as clients see them."""
     process, port = start_server(own, script=__file__)
@@ -124,9 +153,13 @@ def measure(options: argparse.Namespace, own: Sequence[str]) -> dict[str, Any]:
     gc.freeze()
     prompts = [[1, 2, 3]] * options.streams
     gaps_ms: list[float] = []
+    scrapes_ms: list[float] = []
     num_events, num_tokens = 0, options.rounds * options.streams * options.tokens
     try:
         ask(port, prompts, 200)
+        if options.scrape_s:
+            arguments = (port, options.scrape_s, scrapes_ms)
+            threading.Thread(target=scrape, args=arguments, daemon=True).start()
         before_s = cpu_s(process.pid)
         for _ in range(options.rounds):
             answers = ask(port, prompts, options.tokens)
@@ -151,6 +184,9 @@ def measure(options: argparse.Namespace, own: Sequence[str]) -> dict[str, Any]:
         "itl_ms_p99": p99,
         "itl_ms_max": gaps_ms[-1],
         "itl_spread": p99 / p50,
+        "scrape_s": options.scrape_s,
+        "num_scrapes": len(scrapes_ms),
+        "scrape_ms_p50": percentile(sorted(scrapes_ms), 50) if scrapes_ms else None,
         "server_cpu_ms_per_token": spent_ms / num_tokens,
         **origin(detect("cpu")),
     }
@@ -163,6 +199,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--scrape-s", type=float, default=0.0, help="0: no scrapes")
     parser.add_argument("--record", type=Path, default=None, help="JSON list of records to update")
     parser.add_argument(
         "--part", choices=("engine", "server"), default=None, help=argparse.SUPPRESS
