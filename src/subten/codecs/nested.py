@@ -12,9 +12,11 @@ Letters: N rows, D head_dim, Q D / 4.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from subten.codecs.lloyd_max import (
     FINE_LEVELS,
@@ -28,7 +30,6 @@ from subten.codecs.lloyd_max import (
     norm_of_device,
     pack_pairs,
     store_pairs,
-    unpack_pairs,
 )
 from subten.codecs.norm_byte import (
     decode_norm,
@@ -58,15 +59,30 @@ def decode_nested(
     codes_NQ: torch.Tensor, fine_NQ: torch.Tensor | None, norm_N: torch.Tensor
 ) -> torch.Tensor:
     """Rows at 4 bits, or without the fine plane at 2: float32 [N, D]."""
-    norm_N1 = decode_norm(norm_N, BIAS)[..., None]
-    if fine_NQ is None:
-        level_4 = torch.tensor([INNER, OUTER, -INNER, -OUTER], device=codes_NQ.device)
-        return level_4[unpack_pairs(codes_NQ).int()] * norm_N1
-    # A code is is_outer + 2 * is_negative: with the fine code below, the sign is the top bit.
-    positive_8 = torch.tensor(FINE_LEVELS, device=codes_NQ.device)
-    level_16 = torch.cat([positive_8, -positive_8])
-    code_ND = unpack_pairs(codes_NQ) * 4 + unpack_pairs(fine_NQ)
-    return level_16[code_ND.int()] * norm_N1
+    return nested_levels(codes_NQ, fine_NQ).mT.flatten(-2) * decode_norm(norm_N, BIAS)[..., None]
+
+
+def nested_levels(codes_NQ: torch.Tensor, fine_NQ: torch.Tensor | None) -> torch.Tensor:
+    """Rows over their norms, float32 [N, Q, 4]: channel p D/4 + j at [j, p], by bytes of codes."""
+    index_NQ = codes_NQ.int()
+    if fine_NQ is not None:
+        index_NQ = index_NQ | fine_NQ.int() << 8
+    return F.embedding(index_NQ, _levels_of_bytes(fine_NQ is not None, codes_NQ.device))
+
+
+@functools.cache
+def _levels_of_bytes(is_fine: bool, device: torch.device) -> torch.Tensor:
+    """Levels of four channels by their base byte and, above it, the fine one; [256^n, 4]."""
+    with torch.inference_mode(False):
+        byte_B1 = torch.arange(2**16 if is_fine else 256, device=device)[:, None]
+        shift_4 = 2 * torch.arange(4, device=device)
+        code_B4 = byte_B1 >> shift_4 & 3
+        if not is_fine:
+            return torch.tensor([INNER, OUTER, -INNER, -OUTER], device=device)[code_B4]
+        # A code is is_outer + 2 * is_negative: with the fine code below, the sign is the top bit.
+        positive_8 = torch.tensor(FINE_LEVELS, device=device)
+        fine_B4 = byte_B1 >> 8 >> shift_4 & 3
+        return torch.cat([positive_8, -positive_8])[code_B4 * 4 + fine_B4]
 
 
 @triton_jit

@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from subten.codecs.bits import are_finite, check_rows, magnitude_bits, nan_where
 from subten.codecs.fixed_point import (
@@ -40,7 +41,7 @@ from subten.codecs.fixed_point import (
     to_whole,
     to_whole_device,
 )
-from subten.codecs.lloyd_max import LIMIT, pack_pairs, store_pairs, unpack_pairs
+from subten.codecs.lloyd_max import LIMIT, pack_pairs, store_pairs
 from subten.codecs.norm_byte import (
     decode_norm,
     encode_norm,
@@ -107,10 +108,30 @@ def decode_shaped(
     low_NQ: torch.Tensor, high_NB: torch.Tensor, norm_N: torch.Tensor, *, bits: int
 ) -> torch.Tensor:
     """Planes as `encode_shaped` made them -> rows, float32 [N, D]; outliers stay to be put in."""
-    code_ND = unpack_pairs(low_NQ)
-    if bits > 2:
-        code_ND = code_ND + 4 * (unpack_bits(high_NB) if bits == 3 else unpack_pairs(high_NB))
-    return levels(bits, low_NQ.device)[code_ND.int()] * decode_norm(norm_N, BIAS)[..., None]
+    level_NQ4 = shaped_levels(low_NQ, high_NB, bits=bits)
+    return level_NQ4.mT.flatten(-2) * decode_norm(norm_N, BIAS)[..., None]
+
+
+def shaped_levels(low_NQ: torch.Tensor, high_NB: torch.Tensor, *, bits: int) -> torch.Tensor:
+    """Rows over their norms, float32 [N, Q, 4]: channel p D/4 + j at [j, p], by bytes of codes."""
+    index_NQ = low_NQ.int()
+    if bits == 4:
+        index_NQ = index_NQ | high_NB.int() << 8
+    if bits == 3:
+        # Of both halves of a quarter the bits as 4-bit codes would have them.
+        high_NB = torch.cat([high_NB & 0x55, high_NB >> 1 & 0x55], dim=-1)
+        index_NQ = index_NQ | high_NB.int() << 8
+    return F.embedding(index_NQ, _levels_of_bytes(bits, low_NQ.device))
+
+
+@functools.cache
+def _levels_of_bytes(bits: int, device: torch.device) -> torch.Tensor:
+    """Levels of four channels by their low byte and, above it, the high one; float32 [256^n, 4]."""
+    with torch.inference_mode(False):
+        byte_B1 = torch.arange(256 if bits == 2 else 2**16, device=device)[:, None]
+        shift_4 = 2 * torch.arange(4, device=device)
+        high_B4 = byte_B1 >> 8 >> shift_4 & (2 ** (bits - 2) - 1)
+        return levels(bits, device)[(byte_B1 >> shift_4 & 3) + 4 * high_B4]
 
 
 def outliers_of(y_TGD: torch.Tensor, outlier_GO: torch.Tensor) -> torch.Tensor:
@@ -124,12 +145,6 @@ def pack_bits(code_ND: torch.Tensor) -> torch.Tensor:
     shift_81 = torch.arange(8, dtype=torch.uint8, device=code_ND.device)[:, None]
     packed_NE: torch.Tensor = (code_N8E << shift_81).sum(dim=-2, dtype=torch.uint8)
     return packed_NE
-
-
-def unpack_bits(byte_NE: torch.Tensor) -> torch.Tensor:
-    """[N, E] uint8 -> [N, D] uint8 below 2; inverse of `pack_bits`."""
-    shift_81 = torch.arange(8, dtype=torch.uint8, device=byte_NE.device)[:, None]
-    return (byte_NE[..., None, :] >> shift_81 & 1).flatten(-2)
 
 
 def _outlier_mask(outlier_GO: torch.Tensor | None, y_TGD: torch.Tensor) -> torch.Tensor | None:
