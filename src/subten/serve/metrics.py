@@ -115,7 +115,8 @@ class _Text:
                 head = self._heads.get(key)
                 if head is None:
                     head = self._heads[key] = _head(sample.name, sample.labels)
-                lines.append(f"{head}{floatToGoString(sample.value)}\n")
+                value = floatToGoString(sample.value)  # type: ignore[no-untyped-call]
+                lines.append(f"{head}{value}\n")
         return "".join(lines)
 
 
