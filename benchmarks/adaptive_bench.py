@@ -6,7 +6,8 @@
 
 As attend_bench.py does it: a case is one CUDA graph of a call per layer, each layer with planes of
 its own, L2 overwritten before each replay. Masses are counted in as many layers as an engine has
-them counted in, and window and sinks are an engine's. `fp8`, `int4` and `int2` are the CUDA kernel.
+them counted in, and window and sinks are an engine's. Fixed formats are read by the kernel that an
+engine has read them, CUDA or Triton.
 
 One JSON line a case:
 
@@ -37,11 +38,12 @@ import torch
 import triton
 
 from attend_bench import FLUSH_BYTES, HEAD_DIM, SHAPES, Shape, make_case, num_sms, time_graph
-from subten.codecs import kv_format
+from subten.codecs import CODECS, kv_format
 from subten.codecs.mixed import mixed_format
 from subten.codecs.rotation import hadamard
 from subten.core import PAGE_SIZE
 from subten.engine.resolve_adaptive import SINK_TOKENS, WINDOW_TOKENS
+from subten.kernels import attend as triton_attend
 from subten.kernels import attend_mixed as mixed_attend
 from subten.kernels.adaptive_pages import MASS_LAYERS
 from subten.kernels.append_mixed import append_mixed
@@ -51,7 +53,6 @@ from subten.kernels.cuda import attend as cuda_attend
 from subten.kernels.mixed_pages import MixedPages, Window
 from subten.kernels.step import StepTensors, make_step
 
-FIXED = ("fp8", "int4", "int2")
 CONTEXTS = (32768, 131072)
 
 
@@ -221,17 +222,24 @@ def measure_mixed(
 def measure_fixed(
     shape: Shape, codec: str, context: int, timed: Callable[[Callable[[], Any]], float]
 ) -> dict[str, Any]:
-    """One record of the CUDA kernel."""
+    """One record of a fixed format."""
     page_bytes = kv_format(codec, HEAD_DIM).page_bytes
     num_bytes = shape.num_layers * shape.num_kv_heads * (-(-context // PAGE_SIZE)) * page_bytes
     memory = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
     case = make_case(memory, shape, codec, batch_size=1, context=context)
-    seconds = timed(functools.partial(case.calls, cuda_attend.attend))
+    seconds = timed(functools.partial(case.calls, _op(codec)))
     return {
         "format": codec,
+        "op": "cuda" if codec in cuda_attend.STRUCTS else "triton",
         **_sizes(shape, context, case.kv_bytes),
         "us_per_layer": round(seconds * 1e6 / shape.num_layers, 2),
     }
+
+
+def _op(codec: str) -> Callable[..., torch.Tensor]:
+    has_cuda = codec in cuda_attend.STRUCTS
+    op: Callable[..., torch.Tensor] = cuda_attend.attend if has_cuda else triton_attend.attend
+    return op
 
 
 def _sizes(shape: Shape, context: int, num_bytes: int) -> dict[str, Any]:
@@ -294,10 +302,14 @@ def try_rows(shape: Shape, mix: Mix, timed: Callable[[Callable[[], Any]], float]
     return result
 
 
-def compile_one(args: tuple[str, Mix, dict[str, int] | None, bool]) -> None:
+def compile_one(args: tuple[str, Mix | str, dict[str, int] | None, bool]) -> None:
     """Compile what a case launches, by a short one, for other processes to find."""
     shape_name, mix, fields, is_prefill = args
     shape = replace(SHAPES[shape_name], num_layers=5)
+    if isinstance(mix, str):
+        cuda_attend.WITHHELD = frozenset()
+        measure_fixed(shape, mix, 4096, lambda run: 0.0 * (run() is None))
+        return
     if is_prefill:
         try_rows(shape, mix, lambda run: run() or 0.0)
         return
@@ -321,8 +333,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the records go")
     args = parser.parse_args()
     middle = Mix(k_bits=3, v4=0.2)
-    jobs: list[tuple[str, Mix, dict[str, int] | None, bool]]
-    jobs = [(args.shape, mix, None, False) for mix in MIXES]
+    jobs: list[tuple[str, Mix | str, dict[str, int] | None, bool]]
+    jobs = [(args.shape, mix, None, False) for mix in (*MIXES, *CODECS)]
     if args.try_plans:
         jobs = [
             (args.shape, replace(middle, is_calibrated=is_calibrated), fields, False)
@@ -350,7 +362,7 @@ def main() -> None:
                 ):
                     keep(line)
             continue
-        for codec in FIXED:
+        for codec in CODECS:
             keep(measure_fixed(shape, codec, context, timed))
         for mix in MIXES:
             keep(measure_mixed(shape, mix, context, timed))

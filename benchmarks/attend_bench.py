@@ -151,11 +151,16 @@ def make_case(
 
 
 def fill(pool: torch.Tensor, fmt: KVFormat) -> None:
-    """Random rows of unit size: BF16 values, or random codes with a scale to match."""
+    """Random rows of unit size: BF16 values, or random codes with a scale to match.
+
+    Codecs that the CUDA kernel does not read get random bytes: any are as fast as others.
+    """
     if fmt.codec.name == "bf16":
         pool.view(torch.bfloat16).normal_()
         return
     pool.view(torch.int64).random_()
+    if fmt.codec.name not in STRUCTS:
+        return
     step_size = {"fp8": 1.0, "int8": 1 / 64, "int4": 1 / 4, "int2": 1 / 8}[fmt.codec.name]
     zero = {"fp8": 0.0, "int8": -2.0, "int4": -2.0, "int2": 0.0}[fmt.codec.name]
     for at, value in (
