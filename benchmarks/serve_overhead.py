@@ -27,6 +27,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -184,17 +185,50 @@ def engine_tpot_ms(llm: LLM, prompt: list[int], num_tokens: int) -> float:
     return tpot_ms
 
 
-def engine_gaps_ms(llm: LLM, prompts: list[list[int]], num_tokens: int) -> list[float]:
-    """Gaps of requests that run together, by the engine's clock."""
+Times = Sequence[Sequence[float]]
+"""When the tokens of each of several requests came, seconds of one clock."""
+
+
+def engine_times_s(llm: LLM, prompts: list[list[int]], num_tokens: int) -> Times:
+    """Requests that run together, by the engine's clock."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     found = llm.generate(prompts, params)
-    return gaps_of_all([completion.timings.token_times_s for completion in found])
+    return [completion.timings.token_times_s for completion in found]
 
 
-def gaps_of_all(times_s: Sequence[Sequence[float]]) -> list[float]:
+def gaps_of_all(times_s: Times) -> list[float]:
     """Milliseconds between tokens while all decode; the first ones wait for others' prompts."""
     began_s = max(times[0] for times in times_s)
     return [(b - a) * 1e3 for times in times_s for a, b in pairwise(times) if a >= began_s]
+
+
+def long_gaps(times_s: Times, limit_ms: float) -> Counter[str]:
+    """Where gaps over a limit lie: first of all, at the end of another request, or between."""
+    began_s = max(times[0] for times in times_s)
+    found: Counter[str] = Counter()
+    for index, times in enumerate(times_s):
+        ends = [other[-1] for i, other in enumerate(times_s) if i != index]
+        gaps = [(a, b) for a, b in pairwise(times) if a >= began_s]
+        for number, (a, b) in enumerate(gaps):
+            if (b - a) * 1e3 > limit_ms:
+                is_end = any(a <= end + 1e-3 and end <= b for end in ends)
+                found["first" if number == 0 else "end" if is_end else "between"] += 1
+    return found
+
+
+def spread(name: str, rounds: Sequence[Times]) -> dict[str, Any]:
+    """Fields of a record: percentiles of all gaps, and where the long ones were."""
+    gaps_ms = sorted(gap for times_s in rounds for gap in gaps_of_all(times_s))
+    p50, p99 = percentile(gaps_ms, 50), percentile(gaps_ms, 99)
+    where: Counter[str] = Counter()
+    for times_s in rounds:
+        where += long_gaps(times_s, BOUND_SPREAD * p50)
+    return {
+        f"{name}_itl_ms_p50": p50,
+        f"{name}_itl_ms_p99": p99,
+        f"{name}_itl_spread": p99 / p50,
+        f"{name}_long_gaps": dict(where) | {"of": len(gaps_ms)},
+    }
 
 
 def ask(port: int, prompts: Sequence[list[int]], num_tokens: int) -> list[Answer]:
@@ -263,25 +297,22 @@ def measure(options: argparse.Namespace, own: Sequence[str]) -> dict[str, Any]:
                 server_ms.append(server_tpot_ms(answer, options.tokens))
                 gaps_ms += answer.gaps_ms
         ask(port, [prompt() for _ in range(options.streams)], options.tokens)
-        engine_gaps_ms(llm, [prompt() for _ in range(options.streams)], options.tokens)
+        engine_times_s(llm, [prompt() for _ in range(options.streams)], options.tokens)
         spent_ms = 0.0
-        num_events = 0
-        together_ms: list[float] = []
-        engine_together_ms: list[float] = []
+        of_server: list[Times] = []
+        of_engine_alone: list[Times] = []
         for _ in range(options.stream_rounds):
             prompts = [prompt() for _ in range(options.streams)]
-            engine_together_ms += engine_gaps_ms(llm, prompts, options.tokens)
+            of_engine_alone.append(engine_times_s(llm, prompts, options.tokens))
             before_s = cpu_s(process.pid)
             answers = ask(port, [prompt() for _ in range(options.streams)], options.tokens)
             spent_ms += (cpu_s(process.pid) - before_s) * 1e3
-            num_events += sum(len(answer.times_s) for answer in answers)
-            together_ms += gaps_of_all([answer.times_s for answer in answers])
+            of_server.append([answer.times_s for answer in answers])
     finally:
         process.terminate()
         process.wait(60)
     num_tokens = options.stream_rounds * options.streams * options.tokens
-    for gaps in (gaps_ms, together_ms, engine_together_ms):
-        gaps.sort()
+    gaps_ms.sort()
     added_ms = median(server_ms) - median(engine_ms)
     return {
         "kind": "serve_overhead",
@@ -301,14 +332,11 @@ def measure(options: argparse.Namespace, own: Sequence[str]) -> dict[str, Any]:
         "itl_ms_p50": percentile(gaps_ms, 50),
         "itl_ms_p99": percentile(gaps_ms, 99),
         "num_streams": options.streams,
-        "engine_streams_itl_ms_p50": percentile(engine_together_ms, 50),
-        "engine_streams_itl_ms_p99": percentile(engine_together_ms, 99),
-        "streams_itl_ms_p50": percentile(together_ms, 50),
-        "streams_itl_ms_p99": percentile(together_ms, 99),
-        "streams_itl_spread": percentile(together_ms, 99) / percentile(together_ms, 50),
+        **spread("engine_streams", of_engine_alone),
+        **spread("streams", of_server),
         "bound_spread": BOUND_SPREAD,
         # A server that is late, or a token that is part of a character, makes fewer events.
-        "events_per_token": num_events / num_tokens,
+        "events_per_token": sum(len(t) for times in of_server for t in times) / num_tokens,
         "server_cpu_ms_per_token": spent_ms / num_tokens,
         **origin(detect(options.device)),
     }
