@@ -208,12 +208,14 @@ def _read_cold(pages: MixedPages, place_N3: torch.Tensor) -> tuple[torch.Tensor,
 
 def by_bytes(x_ND: torch.Tensor) -> torch.Tensor:
     """Channels in the order in which bytes of codes hold them: p D/4 + j comes to 4 j + p."""
-    return x_ND.unflatten(-1, (4, -1)).mT.flatten(-2)
+    parts_N4J: torch.Tensor = x_ND.unflatten(-1, (4, -1))
+    return parts_N4J.mT.flatten(-2)
 
 
 def by_channels(x_ND: torch.Tensor) -> torch.Tensor:
     """Inverse of `by_bytes`."""
-    return x_ND.unflatten(-1, (-1, 4)).mT.flatten(-2)
+    parts_NJ4: torch.Tensor = x_ND.unflatten(-1, (-1, 4))
+    return parts_NJ4.mT.flatten(-2)
 
 
 def read_exact(
@@ -233,7 +235,7 @@ def read_sinks(pages: MixedPages, fmt: MixedFormat, page: int, num_keys: int) ->
     if sink < 0 or pages.sink_XGB is None:
         return pages.recent_NGE.new_empty(pages.num_kv_heads, 0, 2 * fmt.head_dim)
     plane_GB = pages.sink_XGB[sink].contiguous()
-    rows_G2SD = plane_GB.view(torch.bfloat16).unflatten(1, (2, -1, fmt.head_dim))
+    rows_G2SD: torch.Tensor = plane_GB.view(torch.bfloat16).unflatten(1, (2, -1, fmt.head_dim))
     return rows_G2SD.transpose(1, 2).flatten(2)[:, :num_keys]
 
 
