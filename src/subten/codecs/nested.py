@@ -16,7 +16,6 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from subten.codecs.lloyd_max import (
     FINE_LEVELS,
@@ -24,11 +23,13 @@ from subten.codecs.lloyd_max import (
     OUTER,
     level_2bit,
     level_4bit,
+    levels_by_bytes,
     magnitude_codes,
     magnitude_codes_device,
     norm_of,
     norm_of_device,
     pack_pairs,
+    pair_table,
     store_pairs,
 )
 from subten.codecs.norm_byte import (
@@ -63,26 +64,18 @@ def decode_nested(
 
 
 def nested_levels(codes_NQ: torch.Tensor, fine_NQ: torch.Tensor | None) -> torch.Tensor:
-    """Rows over their norms, float32 [N, Q, 4]: channel p D/4 + j at [j, p], by bytes of codes."""
-    index_NQ = codes_NQ.int()
-    if fine_NQ is not None:
-        index_NQ = index_NQ | fine_NQ.int() << 8
-    return F.embedding(index_NQ, _levels_of_bytes(fine_NQ is not None, codes_NQ.device))
+    """Rows over their norms as `levels_by_bytes` has them."""
+    return levels_by_bytes(codes_NQ, fine_NQ, _level_pairs(fine_NQ is not None, codes_NQ.device))
 
 
 @functools.cache
-def _levels_of_bytes(is_fine: bool, device: torch.device) -> torch.Tensor:
-    """Levels of four channels by their base byte and, above it, the fine one; [256^n, 4]."""
+def _level_pairs(is_fine: bool, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
-        byte_B1 = torch.arange(2**16 if is_fine else 256, device=device)[:, None]
-        shift_4 = 2 * torch.arange(4, device=device)
-        code_B4 = byte_B1 >> shift_4 & 3
         if not is_fine:
-            return torch.tensor([INNER, OUTER, -INNER, -OUTER], device=device)[code_B4]
-        # A code is is_outer + 2 * is_negative: with the fine code below, the sign is the top bit.
-        positive_8 = torch.tensor(FINE_LEVELS, device=device)
-        fine_B4 = byte_B1 >> 8 >> shift_4 & 3
-        return torch.cat([positive_8, -positive_8])[code_B4 * 4 + fine_B4]
+            return pair_table(torch.tensor([INNER, OUTER, -INNER, -OUTER], device=device))
+        # By fine code, then by base code: is_outer, four levels later, + 2 * is_negative.
+        positive_24 = torch.tensor(FINE_LEVELS, device=device).view(2, 4)
+        return pair_table(torch.cat([positive_24, -positive_24]).T.flatten())
 
 
 @triton_jit

@@ -41,7 +41,7 @@ from subten.codecs.fixed_point import (
     to_whole,
     to_whole_device,
 )
-from subten.codecs.lloyd_max import LIMIT, pack_pairs, store_pairs
+from subten.codecs.lloyd_max import LIMIT, levels_by_bytes, pack_pairs, pair_table, store_pairs
 from subten.codecs.norm_byte import (
     decode_norm,
     encode_norm,
@@ -113,25 +113,21 @@ def decode_shaped(
 
 
 def shaped_levels(low_NQ: torch.Tensor, high_NB: torch.Tensor, *, bits: int) -> torch.Tensor:
-    """Rows over their norms, float32 [N, Q, 4]: channel p D/4 + j at [j, p], by bytes of codes."""
-    index_NQ = low_NQ.int()
-    if bits == 4:
-        index_NQ = index_NQ | high_NB.int() << 8
+    """Rows over their norms as `levels_by_bytes` has them."""
+    high_NQ = None
     if bits == 3:
         # Of both halves of a quarter the bits as 4-bit codes would have them.
-        high_NB = torch.cat([high_NB & 0x55, high_NB >> 1 & 0x55], dim=-1)
-        index_NQ = index_NQ | high_NB.int() << 8
-    return F.embedding(index_NQ, _levels_of_bytes(bits, low_NQ.device))
+        high_NQ = torch.cat([high_NB & 0x55, high_NB >> 1 & 0x55], dim=-1)
+    if bits == 4:
+        high_NQ = high_NB
+    return levels_by_bytes(low_NQ, high_NQ, _level_pairs(bits, low_NQ.device))
 
 
 @functools.cache
-def _levels_of_bytes(bits: int, device: torch.device) -> torch.Tensor:
-    """Levels of four channels by their low byte and, above it, the high one; float32 [256^n, 4]."""
+def _level_pairs(bits: int, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
-        byte_B1 = torch.arange(256 if bits == 2 else 2**16, device=device)[:, None]
-        shift_4 = 2 * torch.arange(4, device=device)
-        high_B4 = byte_B1 >> 8 >> shift_4 & (2 ** (bits - 2) - 1)
-        return levels(bits, device)[(byte_B1 >> shift_4 & 3) + 4 * high_B4]
+        # Codes of 3 bits have the fourth 0.
+        return pair_table(F.pad(levels(bits, device), (0, 8 * (bits == 3))))
 
 
 def outliers_of(y_TGD: torch.Tensor, outlier_GO: torch.Tensor) -> torch.Tensor:
