@@ -65,7 +65,6 @@ def no_counter_is_left(device: torch.device) -> Any:
 def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels on the GPU, or emulated; Triton must not step in."""
     use_kernels(device, monkeypatch)
-    monkeypatch.setattr(cuda_attend, "WITHHELD", frozenset())
 
     def emulated(source: str, *args: Any, **kwargs: Any) -> None:
         launch = emulated_append if source == "kv_append.cu" else emulated_launch

@@ -31,11 +31,6 @@ STRUCTS: Mapping[str, str] = {
 }
 """Codec to its struct in `attend_codecs.cuh`; other codecs go to Triton."""
 
-WITHHELD = frozenset({"int2"})
-"""Codecs that go to Triton all the same. With 8 query heads a KV head and thousands of keys, int2
-gave NaN on an H200 where the emulator is right. The sums then overlay a stage's barrier, which has
-been ended first since; no GPU has run that yet."""
-
 HEAD_DIMS = (64, 128)
 
 MAX_GROUP = 8
@@ -119,9 +114,9 @@ def plan_decode(
     Past the first tier three stages of 8 warps let two blocks share an SM. Plans of the first tier
     are among the fastest within a chain of a layer's kernels at 1k and 32k tokens of both shapes
     (benchmarks/plans/h200-attend-chain.json). int4 has so much to compute for a byte that 8 warps,
-    two a scheduler, do not keep up with DRAM; int2, not yet timed so, computes as much for half the
-    bytes, and has all the warps that fit. Splits that poll save 1 to 2 us at 1k, and cost up to
-    1 us at 32k; with int4 they save 0.3.
+    two a scheduler, do not keep up with DRAM; int2 computes as much for half the bytes, and has all
+    the warps that fit. Splits that poll save 1 to 2 us at 1k, and cost up to 1 us at 32k; with int4
+    they save 0.3.
 
     A single split, which merges nothing, is not the fastest even at 1k: a merge of four costs what
     their parallel work saves. Alone, qwen3-30b-a3b int4 took 7.43 us a layer against 7.31, fp8 9.48
@@ -293,7 +288,6 @@ def suits(q_THD: torch.Tensor, pages_PGB: torch.Tensor, fmt: KVFormat, step: Ste
         step.max_query_len == 1
         and q_THD.dtype == torch.bfloat16
         and fmt.codec.name in STRUCTS
-        and fmt.codec.name not in WITHHELD
         and head_dim in HEAD_DIMS
         and num_heads <= MAX_GROUP * num_kv_heads
         and len(step.tile_seq_Q) * num_heads <= MAX_ROWS
