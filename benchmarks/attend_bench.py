@@ -255,9 +255,10 @@ def compile_all(args: argparse.Namespace, device: torch.device) -> None:
     arch = runtime.architecture(detect(str(device)).capability)
     groups = {SHAPES[name].num_heads // SHAPES[name].num_kv_heads for name in args.shape}
     names = {
-        kernel_name(kv_format(codec, HEAD_DIM), HEAD_DIM, group)
+        kernel_name(kv_format(codec, HEAD_DIM), HEAD_DIM, group, polls=polls)
         for codec in args.codec
         for group in groups
+        for polls in (False, True)
     }
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda name: runtime.cached_compile("attend.cu", name, arch), names))

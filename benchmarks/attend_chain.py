@@ -182,10 +182,13 @@ class Step:
         group = config.num_heads // config.num_kv_heads
         return {
             *(
-                ("append_attend.cu", cuda_append_attend.kernel_name(self.fmt, polls=polls))
+                job
                 for polls in (False, True)
+                for job in (
+                    ("append_attend.cu", cuda_append_attend.kernel_name(self.fmt, polls=polls)),
+                    ("attend.cu", cuda_attend.kernel_name(self.fmt, head_dim, group, polls=polls)),
+                )
             ),
-            ("attend.cu", cuda_attend.kernel_name(self.fmt, head_dim, group)),
             ("kv_append.cu", f"kv_append_kernel<{ENCODERS[codec]}, {head_dim}, u16>"),
         }
 

@@ -9,7 +9,7 @@
 // Work: block (kv head, tile, z) of threads takes split z of one sequence's slices; its warps take
 // slices in turn, each with a ring of its own in shared memory, so that warps never wait for one
 // another before the end, when a warp a head adds up the block's sums. Where a sequence has several
-// splits, the last warp of a head to arrive merges them.
+// splits, attend_merge.cuh says how they are merged.
 //
 // Time: a step is a chain of short launches, so what needs nothing of the kernel ahead is done
 // while that one runs: page table, and copies of all slices but the one with the newest row, which
@@ -73,7 +73,7 @@ struct GivenQueries {
     INLINE void turn_query(float (&)[2][N]) const {}
 };
 
-template <class Codec, int DIM, int TILES_H>
+template <class Codec, int DIM, int TILES_H, bool POLLS>
 __global__ void __launch_bounds__(TILES_H == 1 ? 512 : 256, 1)
     attend_kernel(const u16* q, i64 q_stride_t, i64 q_stride_h, i64 q_stride_d, const u8* pages,
                   i64 page_stride, i64 head_stride, const int* page_table, i64 page_table_stride,
@@ -85,5 +85,5 @@ __global__ void __launch_bounds__(TILES_H == 1 ? 512 : 256, 1)
                           part,     part_stats,  arrived,     scale_log2, group,
                           num_splits, min_slices, num_stages};
     GivenQueries<DIM> rows{q, q_stride_t, q_stride_h, q_stride_d};
-    attend_block<Codec, DIM, TILES_H, false>(call, rows);
+    attend_block<Codec, DIM, TILES_H, POLLS>(call, rows);
 }

@@ -50,7 +50,7 @@ MAX_POLLED = 2**20
 """Numbers that splits which poll may leave for their merge; where there are more, they count."""
 
 UNSET_BITS = -1
-"""Of a number that is not there yet: `UNSET` of attend_block.cuh."""
+"""Of a number that is not there yet: `UNSET` of attend_merge.cuh."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +69,8 @@ class DecodePlan:
     a block of `num_warps` warps per KV head; a warp has `num_stages` stages, each K or V of one
     slice, 4 KiB or a little more. All but `num_stages` and `polls` decide the order of sums.
 
-    With `polls` the last split of `append_attend` merges, and waits for the numbers of the others,
-    instead of whichever arrives last at a counter; only where all blocks are on an SM at once.
+    With `polls` the splits merge a head each, and wait for the numbers of the others, instead of
+    whichever arrives last at a counter; only where all blocks are on an SM at once.
     """
 
     num_splits: int
@@ -90,6 +90,8 @@ class DecodePlan:
     def shared_bytes(self, slice_bytes: SliceBytes) -> int:
         """Dynamic shared memory of a block: the rings of its warps."""
         num_bytes = self.num_warps * self.num_stages * slice_bytes.stage_bytes
+        # Where splits poll, 16 rows of sums lie there at the end.
+        num_bytes = max(num_bytes, 8 * 1024)
         # Above 48 KiB, declared memory included, a kernel must be allowed to: the launch asks for
         # that where the dynamic part alone is above.
         return num_bytes if num_bytes <= 31 * 1024 else max(num_bytes, 48 * 1024 + 16)
@@ -138,9 +140,10 @@ def plan_decode(
     )
 
 
-def kernel_name(fmt: KVFormat, head_dim: int, group: int) -> str:
-    """The kernel of attend.cu for a codec, D, and query heads of a KV head."""
-    return f"attend_kernel<{STRUCTS[fmt.codec.name]}, {head_dim}, {1 if group <= 8 else 2}>"
+def kernel_name(fmt: KVFormat, head_dim: int, group: int, *, polls: bool) -> str:
+    """The kernel of attend.cu for a codec, D, query heads of a KV head, and how splits merge."""
+    arguments = (STRUCTS[fmt.codec.name], head_dim, 1 if group <= 8 else 2, str(polls).lower())
+    return f"attend_kernel<{', '.join(map(str, arguments))}>"
 
 
 def slice_bytes(fmt: KVFormat) -> SliceBytes:
@@ -188,7 +191,7 @@ def attend(
     launch = decode_launch(q_THD, num_kv_heads, fmt, step, scale=scale, plan=plan)
     runtime.launch(
         "attend.cu",
-        kernel_name(fmt, fmt.head_dim, launch.group),
+        kernel_name(fmt, fmt.head_dim, launch.group, polls=launch.polls),
         launch.grid,
         launch.num_threads,
         (
@@ -233,7 +236,6 @@ def decode_launch(
     *,
     scale: float,
     plan: DecodePlan | None,
-    may_poll: bool = False,
 ) -> DecodeLaunch:
     """Choose a plan if none is given, and allocate what the splits leave for their merge."""
     device, num_heads, num_tiles = q_THD.device, q_THD.shape[1], len(step.tile_seq_Q)
@@ -249,8 +251,7 @@ def decode_launch(
     num_parts = num_tiles * num_heads * plan.num_splits
     num_blocks = num_kv_heads * num_tiles * grid_splits
     polls = (
-        may_poll
-        and plan.polls
+        plan.polls
         and grid_splits > 1
         and num_parts * (fmt.head_dim + 2) <= MAX_POLLED
         and (device.type != "cuda" or num_blocks <= _num_sms(device))

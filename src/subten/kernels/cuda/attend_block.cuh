@@ -294,6 +294,18 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     const bool is_alone = num_slices <= slices_each;
     const int num_busy = end - first < num_warps ? end - first : num_warps;
     const int num_used = (num_slices + slices_each - 1) / slices_each;
+    auto row_of = [&](int head) { return ((i64)tile * gridDim.x + kv_head) * group + head; };
+    auto part_of = [&](int head) { return call.part + row_of(head) * call.num_splits * DIM; };
+    auto stats_of = [&](int head) { return call.part_stats + row_of(head) * call.num_splits * 2; };
+    auto put_out = [&](float (&v)[VALUES], float sum, int head) {
+        // A row that saw nothing becomes 0; NaN is not 0, so a poisoned sequence stays NaN.
+        const float inverse = 1.0f / (sum == 0.0f ? 1.0f : sum);
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) v[i] *= inverse;
+        if (Codec::IS_ROTATED) rotate(v, lane);
+        u16* to = call.out + (((i64)token * gridDim.x + kv_head) * group + head) * DIM;
+        store_bf16(to + Sums::first_channel(lane), v);
+    };
 #pragma unroll 1
     for (int head = warp; head < group; head += num_warps) {
         // The block's sums over the warps that had a slice, lane l with the weight of warp l.
@@ -323,21 +335,49 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
             for (int i = 0; i < VALUES; ++i) v[i] += zero;
         }
         if (!is_alone) {
-            const i64 row = ((i64)tile * gridDim.x + kv_head) * group + head;
-            const i64 first_part = row * call.num_splits;
-            float* part = call.part + first_part * DIM;
-            float* part_stats = call.part_stats + first_part * 2;
-            if (!merge_splits<POLLS>(v, sum, max, part, part_stats, call.arrived + row, split,
-                                     num_used, lane))
+            if (POLLS) {
+                publish_split(v, sum, max, part_of(head), stats_of(head), split, lane);
+                continue;
+            }
+            if (!merge_by_count(v, sum, max, part_of(head), stats_of(head),
+                                call.arrived + row_of(head), split, num_used, lane))
                 continue;
         }
-        // A row that saw nothing becomes 0; NaN is not 0, so a poisoned sequence stays NaN.
-        const float inverse = 1.0f / (sum == 0.0f ? 1.0f : sum);
+        put_out(v, sum, head);
+    }
+    if (!POLLS || is_alone || split >= group) return;
+
+    // Heads split, split + num_used, ... are this block's: first a warp four rows of one of them,
+    // then a warp a head.
+    __syncthreads();  // the rings are idle again
+    float* of_fours = reinterpret_cast<float*>(dynamic_shared) + lane * VALUES;
+    const int num_fours = (num_used + FOUR - 1) / FOUR;
+    const int num_merged = (group - split + num_used - 1) / num_used;
+#pragma unroll 1
+    for (int i = warp; i < num_merged * num_fours; i += num_warps) {
+        const int head = split + i / num_fours * num_used, four = i % num_fours;
+        float v[VALUES];
+        const float sum =
+            merge_four(v, part_of(head), stats_of(head), FOUR * four, num_used, lane);
+        store_vector(of_fours + i * DIM, v);
+        if (lane == 0 && four == 0) q_sum[i / num_fours] = sum;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int i = warp; i < num_merged; i += num_warps) {
+        const int head = split + i * num_used;
+        unset_stats(stats_of(head), num_used, lane);
+        float v[VALUES];
 #pragma unroll
-        for (int i = 0; i < VALUES; ++i) v[i] *= inverse;
-        if (Codec::IS_ROTATED) rotate(v, lane);
-        u16* to = call.out + (((i64)token * gridDim.x + kv_head) * group + head) * DIM;
-        store_bf16(to + Sums::first_channel(lane), v);
+        for (int j = 0; j < VALUES; ++j) v[j] = 0;
+#pragma unroll 4
+        for (int four = 0; four < num_fours; ++four) {
+            float of_four[VALUES];
+            load_vector(of_four, of_fours + (i * num_fours + four) * DIM);
+#pragma unroll
+            for (int j = 0; j < VALUES; ++j) v[j] += of_four[j];
+        }
+        put_out(v, q_sum[i], head);
     }
 }
 
