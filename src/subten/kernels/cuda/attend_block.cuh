@@ -75,7 +75,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     static_assert(HEADS * Sums::SUMS_ROW * 4 <= 2 * P::STAGE, "two stages hold a warp's sums");
     DYNAMIC_SHARED(dynamic_shared);
     __shared__ uint4 q_shared[HEADS * DIM / 8];  // rotated, where `q_place` says
-    __shared__ float q_sum[HEADS];  // the step instead where KEYS_ARE_BYTES
+    __shared__ QueryFacts<HEADS> q_facts;
     __shared__ float stats[MAX_WARPS][HEADS][3];  // max, sum, zero of each warp
     // Codes, scale and zero of the key and the value that the block appends.
     __shared__ uint4 appended[Rows::APPENDS ? 2 : 1][P::ROW / 16 + 1];
@@ -170,7 +170,8 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     }
     u16* q_places = reinterpret_cast<u16*>(q_shared);
     auto place_query = [&](const float (&x)[2][N], int head) {
-        float sum = 0, most = 0, to_step = 0;
+        float sum = 0, most = 0, step = 0, to_step = 0;
+        int first_sum = 0;
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -185,7 +186,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
             // Rows that are not finite, or below all that matters to a score, have no steps.
             if (most > 0x1p-100f && most < 0x1p120f) to_step = MOST_STEPS / most;
             // NaN stays NaN.
-            sum = most * (1.0f / MOST_STEPS) + sum * 0.0f;
+            step = most * (1.0f / MOST_STEPS) + sum * 0.0f;
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half)
@@ -194,18 +195,26 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
                 const int channel = half * (DIM / 2) + lane * N + j;
                 const float rounded = low_bf16(pack_bf16(x[half][j], 0.0f));
                 const int place = Sums::q_place(head, channel);
-                if (Codec::KEYS_ARE_BYTES) {
+                if constexpr (Codec::KEYS_ARE_BYTES) {
                     // Adding 1.5 * 2^23 rounds to an integer.
                     const int bits = float_bits(rounded * to_step + 12582912.0f) - 0x4b400000;
                     u8* bytes = reinterpret_cast<u8*>(q_shared) + place;
                     bytes[0] = (u8)((bits + 128) >> 8);
                     bytes[Sums::Q_LOWER] = (u8)bits;
+                    if (half == 0) first_sum -= Codec::LOW_MIDDLE * bits;
                 } else {
-                    const float factor = Codec::key_factor(channel, DIM);
-                    q_places[place] = (u16)pack_bf16(rounded * factor, 0.0f);
+                    q_places[place] = (u16)pack_bf16(rounded, 0.0f);
                 }
             }
-        if (lane == 0) q_sum[head] = sum;
+        if constexpr (Codec::KEYS_ARE_BYTES) {
+            if (Codec::LOW_MIDDLE != 0) first_sum = warp_sum(first_sum);
+            step *= 1.0f / (1 << Codec::KEY_SHIFT);
+        }
+        if (lane == 0) {
+            q_facts.factor[head] = call.scale_log2 * step;
+            q_facts.of_zero[head] = 2.0f * call.scale_log2 * sum;
+            q_facts.first_sum[head] = first_sum;
+        }
     };
 #pragma unroll 1
     for (int head = group + warp; head < HEADS; head += num_warps) {
@@ -253,7 +262,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
         sync_warp();
     };
 
-    Sums own(lane, q_places, q_sum);
+    Sums own(lane, q_places, q_facts);
     u8 *stage = ring, *ring_end = ring + num_stages * P::STAGE;
     int parity = 0;
     auto give_back = [&] {
@@ -360,7 +369,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
         const float sum =
             merge_four(v, part_of(head), stats_of(head), FOUR * four, num_used, lane);
         store_vector(of_fours + i * DIM, v);
-        if (lane == 0 && four == 0) q_sum[i / num_fours] = sum;
+        if (lane == 0 && four == 0) stats[0][i / num_fours][1] = sum;
     }
     __syncthreads();
 #pragma unroll 1
@@ -377,7 +386,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
 #pragma unroll
             for (int j = 0; j < VALUES; ++j) v[j] += of_four[j];
         }
-        put_out(v, q_sum[i], head);
+        put_out(v, stats[0][i][1], head);
     }
 }
 

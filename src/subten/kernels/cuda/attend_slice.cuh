@@ -7,7 +7,6 @@
 #include "attend_codecs.cuh"
 
 #define MINUS_INFINITY bits_float(0xff800000u)
-#define BF16_ONES 0x3f803f80u
 
 INLINE void store_vector(float* to, const float (&v)[2]) {
     *reinterpret_cast<float2*>(to) = {v[0], v[1]};
@@ -48,10 +47,20 @@ INLINE float max_over_lanes(float v) {
 // -infinity less itself is NaN.
 INLINE float shift_of(float max) { return max == MINUS_INFINITY ? 0.0f : max; }
 
+// What a block knows of the queries of HEADS heads beside their bf16s or bytes.
+template <int HEADS>
+struct QueryFacts {
+    // What a key's product counts where KEYS_ARE_BYTES, and what half a zero counts, in base 2.
+    float factor[HEADS], of_zero[HEADS];
+    // Minus LOW_MIDDLE times the sum of the integers of q below D / 2.
+    int first_sum[HEADS];
+};
+
 // One lane's share of its warp's sums over slices, for TILES_H * 8 heads.
 //   S^T, tile n:      p[n][h] = keys g (row) and heads 8h + 2t, 2t+1; then keys g + 8, same heads
 //   O^T, fragment m:  acc[h][m] = channel x and heads 8h + 2t, 2t+1; then channel y, same heads
-// `sum` and `half_zero` are of this lane's keys alone until `finish`.
+// `sum` and `half_zero` are of this lane's keys alone until `finish`. They and `acc` count
+// 2^WEIGHT_SHIFT until then.
 template <class Codec, int DIM, int TILES_H>
 struct WarpSums {
     using P = Part<Codec, DIM>;
@@ -70,7 +79,8 @@ struct WarpSums {
     int key_g, k_at, v_at, v_next;
     u32 key_half;  // which of two neighbouring keys
     u32 q_pairs[TILES_H][STEPS][2];
-    float q_sums[TILES_H][2];
+    float factors[TILES_H][2], of_zeros[TILES_H][2];  // of QueryFacts
+    int first_sums[TILES_H][2];
     float acc[TILES_H][STEPS][4];
     float max[TILES_H][2], sum[TILES_H][2], half_zero[TILES_H][2];
 
@@ -91,7 +101,7 @@ struct WarpSums {
         return ((pair * WARP + lane) * 2 + step % 2) * 4 + Codec::key_slot(channel, DIM);
     }
 
-    INLINE WarpSums(int lane, const u16* q_places, const float* q_sum) {
+    INLINE WarpSums(int lane, const u16* q_places, const QueryFacts<HEADS>& facts) {
         g = lane / 4;
         t = lane % 4;
         key_g = first_key<P::QUARTER>(g);
@@ -117,7 +127,10 @@ struct WarpSums {
                 for (int j = 0; j < 4; ++j) acc[h][m][j] = 0;
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                q_sums[h][j] = q_sum[8 * h + 2 * t + j];
+                const int head = 8 * h + 2 * t + j;
+                factors[h][j] = Codec::KEYS_ARE_BYTES ? facts.factor[head] : 0.0f;
+                of_zeros[h][j] = Codec::HAS_ZERO ? facts.of_zero[head] : 0.0f;
+                first_sums[h][j] = Codec::KEYS_ARE_BYTES ? facts.first_sum[head] : 0;
                 max[h][j] = MINUS_INFINITY;
                 sum[h][j] = half_zero[h][j] = 0;
             }
@@ -152,11 +165,9 @@ struct WarpSums {
                 for (int h = 0; h < TILES_H; ++h)
 #pragma unroll
                     for (int j = 0; j < 2; ++j) {
-                        // Where KEYS_ARE_BYTES, q_sums are the steps of q.
-                        const float factor =
-                            Codec::KEYS_ARE_BYTES ? scale_log2 * q_sums[h][j] : scale_log2;
+                        const float factor = Codec::KEYS_ARE_BYTES ? factors[h][j] : scale_log2;
                         float s = p[n][h][2 * r + j] * (scales[r] * factor);
-                        if (Codec::HAS_ZERO) s += halves[r] * (2.0f * scale_log2 * q_sums[h][j]);
+                        if (Codec::HAS_ZERO) s += halves[r] * of_zeros[h][j];
                         p[n][h][2 * r + j] = s;
                     }
         }
@@ -170,8 +181,7 @@ struct WarpSums {
 #pragma unroll
             for (int h = 0; h < TILES_H; ++h)
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    p[first + b][h][j] = -Codec::OFFSET * q_sums[h][j % 2];
+                for (int j = 0; j < 4; ++j) p[first + b][h][j] = 0;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step)
 #pragma unroll
@@ -189,13 +199,29 @@ struct WarpSums {
     template <int ABREAST>
     INLINE void score_bytes(Scores& p, const u32 (&words)[ABREAST][2][KeyShare::WORDS],
                             int first) const {
-        int upper[ABREAST][TILES_H][4] = {}, lower[ABREAST][TILES_H][4] = {};
+        int upper[ABREAST][TILES_H][4] = {}, lower[ABREAST][TILES_H][4];
+#pragma unroll
+        for (int b = 0; b < ABREAST; ++b)
+#pragma unroll
+            for (int h = 0; h < TILES_H; ++h)
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    lower[b][h][j] = Codec::LOW_MIDDLE != 0 ? first_sums[h][j % 2] : 0;
 #pragma unroll
         for (int step = 0; step < STEPS; step += 2)
 #pragma unroll
             for (int b = 0; b < ABREAST; ++b) {
+                if (Codec::KEY_SHIFT != 0 && step == STEPS / 2) {
+#pragma unroll
+                    for (int h = 0; h < TILES_H; ++h)
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) {
+                            upper[b][h][j] *= 1 << Codec::KEY_SHIFT;
+                            lower[b][h][j] *= 1 << Codec::KEY_SHIFT;
+                        }
+                }
                 u32 a[4];
-                Codec::key_bytes(a, words[b][0], words[b][1], step / 2);
+                Codec::template key_bytes<STEPS / 2>(a, words[b][0], words[b][1], step / 2);
 #pragma unroll
                 for (int h = 0; h < TILES_H; ++h) {
                     mma_bytes(upper[b][h], a, q_pairs[h][step]);
@@ -253,10 +279,11 @@ struct WarpSums {
                 decay[h][j] = power_of_two(max[h][j] - shift);
                 has_moved = has_moved || most != max[h][j];
                 max[h][j] = most;
+                const float less = shift - Codec::WEIGHT_SHIFT;
 #pragma unroll
                 for (int n = 0; n < TILES; ++n)
 #pragma unroll
-                    for (int r = j; r < 4; r += 2) p[n][h][r] = power_of_two(p[n][h][r] - shift);
+                    for (int r = j; r < 4; r += 2) p[n][h][r] = power_of_two(p[n][h][r] - less);
             }
         if (!lanes_where(has_moved)) return;
 #pragma unroll
@@ -299,7 +326,7 @@ struct WarpSums {
     // O^T += V^T P^T over the values in `stage`. `transpose_8x8` makes the layout of the scores,
     // keys down, that of B, keys across.
     INLINE void add_values(const Scores& p, const u8* stage) {
-        float weights[TILES_H][4] = {};
+        float surplus[TILES_H][4] = {};
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
             float scales[2], halves[2];
@@ -342,27 +369,25 @@ struct WarpSums {
                         mma(acc[h][w * FRAGMENTS + m], a[m][0], a[m][1], a[m][2], a[m][3],
                             p_pairs[h][0], p_pairs[h][1]);
             }
-            if (Codec::VALUE_OFFSET != 0) {
+            if (Codec::SURPLUS_X != 0) {
 #pragma unroll
                 for (int h = 0; h < TILES_H; ++h)
-                    mma(weights[h], BF16_ONES, BF16_ONES, BF16_ONES, BF16_ONES, p_pairs[h][0],
-                        p_pairs[h][1]);
+                    mma(surplus[h], Codec::SURPLUS_X, Codec::SURPLUS_Y, Codec::SURPLUS_X,
+                        Codec::SURPLUS_Y, p_pairs[h][0], p_pairs[h][1]);
             }
         }
-        if (Codec::VALUE_OFFSET != 0) drop_offset(weights);
+        if (Codec::SURPLUS_X != 0) drop_surplus(surplus);
     }
 
-    // The slice's surplus, its sum of weights for each, leaves before the next one: sums over many
-    // slices would lose what cancels.
-    INLINE void drop_offset(const float (&weights)[TILES_H][4]) {
+    // The slice's surplus leaves before the next one: sums over many slices would lose what
+    // cancels.
+    INLINE void drop_surplus(const float (&surplus)[TILES_H][4]) {
 #pragma unroll
         for (int h = 0; h < TILES_H; ++h)
 #pragma unroll
             for (int m = 0; m < STEPS; ++m)
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    acc[h][m][j] =
-                        multiply_add(-Codec::VALUE_OFFSET, weights[h][j], acc[h][m][j]);
+                for (int j = 0; j < 4; ++j) acc[h][m][j] -= surplus[h][j];
     }
 
     // Value n of a lane's 2 * STEPS channels of a head: fragment and half (x or y), in the order in
@@ -389,8 +414,9 @@ struct WarpSums {
                     float v[VALUES];
 #pragma unroll
                     for (int n = 0; n < VALUES; ++n)
-                        v[n] = Codec::VALUE_FACTOR * acc[h][fragment_of(i * VALUES + n)]
-                                                        [2 * half_of(i * VALUES + n) + j];
+                        v[n] = Codec::value_factor(half_of(i * VALUES + n)) *
+                               acc[h][fragment_of(i * VALUES + n)]
+                                  [2 * half_of(i * VALUES + n) + j];
                     store_vector(rows + head * SUMS_ROW + (8 * i + g) * VALUES, v);
                 }
 #pragma unroll
@@ -400,8 +426,10 @@ struct WarpSums {
                 }
                 if (g > 0) continue;
                 stats[head][0] = max[h][j];
-                stats[head][1] = sum[h][j];
-                stats[head][2] = 2.0f * half_zero[h][j];
+                const float factor = Codec::WEIGHT_SHIFT == 0 ? 1.0f : 0x1p-64f;
+                static_assert(Codec::WEIGHT_SHIFT == 0 || Codec::WEIGHT_SHIFT == 64, "as above");
+                stats[head][1] = factor * sum[h][j];
+                stats[head][2] = 2.0f * factor * half_zero[h][j];
             }
     }
 };
