@@ -243,6 +243,21 @@ def test_splits_that_poll_give_the_same_bits(
 
 
 @pytest.mark.usefixtures("kernels", "poisoned")
+@pytest.mark.parametrize("length", [60, 200])
+def test_a_block_for_every_sm_gives_the_same_bits(
+    randn: Randn, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """Blocks beyond the last split, and splits without a slice, do nothing but wait."""
+    case = make_case(randn, "int4", 64, num_kv_heads=2, group=5, lengths=[length])
+    monkeypatch.setattr(cuda_attend, "_num_sms", lambda _device: 11)
+    plan = DecodePlan(num_splits=5, min_slices=1, num_warps=2, num_stages=2, polls=True)
+    filling = dataclasses.replace(plan, fills=True)
+    launch = decode_launch(case.rows[0], 2, case.scene.fmt, case.step, scale=1.0, plan=filling)
+    assert launch.grid == (11, 1, 1)
+    assert torch.equal(check(case, filling)[0], check(case, plan)[0])
+
+
+@pytest.mark.usefixtures("kernels", "poisoned")
 def test_nan_reaches_a_merge_that_polls(randn: Randn) -> None:
     """It is not taken for a number that is not there yet."""
     case = make_case(randn, "int4", 64, num_kv_heads=1, group=2, lengths=[200])

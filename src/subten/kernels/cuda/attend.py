@@ -71,6 +71,10 @@ class DecodePlan:
 
     With `polls` the splits merge a head each, and wait for the numbers of the others, instead of
     whichever arrives last at a counter; only where all blocks are on an SM at once.
+
+    With `fills` a single sequence's launch has a block for each SM, some of which have no work and
+    end with the launch ahead. Where two blocks fit an SM, those of the next launch then find the
+    same room on all of them; else the SMs without a block get two, and it takes twice as long.
     """
 
     num_splits: int
@@ -78,6 +82,7 @@ class DecodePlan:
     num_warps: int = 8
     num_stages: int = 4
     polls: bool = False
+    fills: bool = False
 
     def check(self, group: int, slice_bytes: SliceBytes) -> None:
         """Assert what the kernel relies on."""
@@ -245,6 +250,7 @@ def decode_launch(
             fmt, num_sms=_num_sms(device), num_sequences=num_tiles, num_kv_heads=num_kv_heads
         )
     plan.check(group, layout)
+    assert scale > 0, scale
     max_slices = -(-step.max_kv_len // layout.keys)
     grid_splits = max(1, min(plan.num_splits, -(-max_slices // plan.min_slices)))
     part, part_stats = None, None
@@ -262,8 +268,11 @@ def decode_launch(
     elif grid_splits > 1:
         part = torch.empty(num_parts, fmt.head_dim, dtype=torch.float32, device=device)
         part_stats = torch.empty(num_parts, 2, dtype=torch.float32, device=device)
+    grid = (num_kv_heads, num_tiles, grid_splits)
+    if plan.fills and num_tiles == 1 and num_blocks < _num_sms(device):
+        grid = (_num_sms(device), 1, 1)
     return DecodeLaunch(
-        grid=(num_kv_heads, num_tiles, grid_splits),
+        grid=grid,
         num_threads=32 * plan.num_warps,
         shared_bytes=plan.shared_bytes(layout),
         group=group,
@@ -273,6 +282,7 @@ def decode_launch(
             part_stats,
             _counters(device),
             scale * math.log2(math.e),
+            num_kv_heads,
             group,
             plan.num_splits,
             plan.min_slices,

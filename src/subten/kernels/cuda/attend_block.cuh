@@ -56,7 +56,7 @@ struct AttendCall {
     float *part, *part_stats;
     int* arrived;
     float scale_log2;
-    int group, num_splits, min_slices, num_stages;
+    int num_kv_heads, group, num_splits, min_slices, num_stages;
 };
 
 // The work of one block. `Rows` gives the token's rows, which the kernel ahead writes: queries
@@ -91,8 +91,15 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     sync_warp();
 
     // The integers of the step, and all rows of pages but the newest of each sequence, are older
-    // than the step's first kernel: they need no wait. Blocks of split 0 wait, whatever they do.
-    const int kv_head = blockIdx.x, tile = blockIdx.y, split = blockIdx.z;
+    // than the step's first kernel: they need no wait. Blocks of split 0 wait, whatever they do; so
+    // do all of a grid with a block for every SM, which is a row for one sequence.
+    const bool has_idle = (int)gridDim.x != call.num_kv_heads;
+    int kv_head = blockIdx.x, tile = blockIdx.y, split = blockIdx.z;
+    if (has_idle) {
+        tile = 0;
+        split = kv_head / call.num_kv_heads;
+        kv_head -= split * call.num_kv_heads;
+    }
     const int seq = load_from_l2(call.tile_seq + tile);
     const int token = load_from_l2(call.tile_start + tile);
     int num_keys = 0, num_seen = 0;
@@ -106,11 +113,11 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     int slices_each = (num_slices + call.num_splits - 1) / call.num_splits;
     slices_each = slices_each < call.min_slices ? call.min_slices : slices_each;
     const int first = split * slices_each, rest = num_slices - first;
-    if (split > 0 && rest <= 0) {
+    if (split > 0 && rest <= 0 && !has_idle) {
         leave_without_waiting();
         return;
     }
-    if (seq < 0) {
+    if (seq < 0 || (split > 0 && rest <= 0)) {
         wait_for_previous_kernels();
         return;
     }
@@ -170,8 +177,8 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     }
     u16* q_places = reinterpret_cast<u16*>(q_shared);
     auto place_query = [&](const float (&x)[2][N], int head) {
-        float sum = 0, most = 0, step = 0, to_step = 0;
-        int first_sum = 0;
+        float sum = 0, most = 0, step = 1, to_step = 0;
+        int whole_sum = 0, first_sum = 0;
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -186,7 +193,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
             // Rows that are not finite, or below all that matters to a score, have no steps.
             if (most > 0x1p-100f && most < 0x1p120f) to_step = MOST_STEPS / most;
             // NaN stays NaN.
-            step = most * (1.0f / MOST_STEPS) + sum * 0.0f;
+            step = (to_step > 0 ? most * (1.0f / MOST_STEPS) : 1.0f) + sum * 0.0f;
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half)
@@ -201,6 +208,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
                     u8* bytes = reinterpret_cast<u8*>(q_shared) + place;
                     bytes[0] = (u8)((bits + 128) >> 8);
                     bytes[Sums::Q_LOWER] = (u8)bits;
+                    whole_sum += bits;
                     if (half == 0) first_sum -= Codec::LOW_MIDDLE * bits;
                 } else {
                     q_places[place] = (u16)pack_bf16(rounded, 0.0f);
@@ -208,11 +216,12 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
             }
         if constexpr (Codec::KEYS_ARE_BYTES) {
             if (Codec::LOW_MIDDLE != 0) first_sum = warp_sum(first_sum);
+            if (Codec::HAS_ZERO) sum = (float)(warp_sum(whole_sum) * (1 << Codec::KEY_SHIFT));
             step *= 1.0f / (1 << Codec::KEY_SHIFT);
         }
         if (lane == 0) {
             q_facts.factor[head] = call.scale_log2 * step;
-            q_facts.of_zero[head] = 2.0f * call.scale_log2 * sum;
+            q_facts.sum[head] = sum;
             q_facts.first_sum[head] = first_sum;
         }
     };
@@ -280,7 +289,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
         typename Sums::Scores p;
         wait_phase(P::barrier_of(stage), parity);
         if (Rows::APPENDS && slice == patched) patch(stage, limit - 1, false);
-        own.score(p, stage, call.scale_log2);
+        own.score(p, stage);
         give_back();
         own.weigh(p, limit);
         wait_phase(P::barrier_of(stage), parity);
@@ -303,7 +312,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     const bool is_alone = num_slices <= slices_each;
     const int num_busy = end - first < num_warps ? end - first : num_warps;
     const int num_used = (num_slices + slices_each - 1) / slices_each;
-    auto row_of = [&](int head) { return ((i64)tile * gridDim.x + kv_head) * group + head; };
+    auto row_of = [&](int head) { return ((i64)tile * call.num_kv_heads + kv_head) * group + head; };
     auto part_of = [&](int head) { return call.part + row_of(head) * call.num_splits * DIM; };
     auto stats_of = [&](int head) { return call.part_stats + row_of(head) * call.num_splits * 2; };
     auto put_out = [&](float (&v)[VALUES], float sum, int head) {
@@ -312,7 +321,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) v[i] *= inverse;
         if (Codec::IS_ROTATED) rotate(v, lane);
-        u16* to = call.out + (((i64)token * gridDim.x + kv_head) * group + head) * DIM;
+        u16* to = call.out + (((i64)token * call.num_kv_heads + kv_head) * group + head) * DIM;
         store_bf16(to + Sums::first_channel(lane), v);
     };
 #pragma unroll 1

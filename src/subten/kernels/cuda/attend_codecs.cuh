@@ -20,7 +20,7 @@
 
 // A word is 2 channels.
 struct KvBf16 {
-    static constexpr int BITS = 16, VALUE_STEPS = 1, HALF_MIDDLE = 0;
+    static constexpr int BITS = 16, VALUE_STEPS = 1, MIDDLE = 0;
     static constexpr bool HAS_SCALE = false, HAS_ZERO = false, IS_ROTATED = false;
     static constexpr bool Y_IS_FAR = false, KEYS_ARE_BYTES = false;
     static constexpr u32 SURPLUS_X = 0, SURPLUS_Y = 0;
@@ -83,7 +83,7 @@ struct KvByte {
 // E4M3: the bits of a code, shifted into place, are the bf16 of 2^-120 of its value, subnormals
 // included. The code of NaN, which only garbage holds, comes out as 480.
 struct KvFp8 : KvByte<KvFp8> {
-    static constexpr int HALF_MIDDLE = 0;
+    static constexpr int MIDDLE = 0;
     static constexpr bool HAS_ZERO = false;
 
     static INLINE u32 even(u32 w) {
@@ -99,7 +99,7 @@ struct KvFp8 : KvByte<KvFp8> {
 // code - 128, exact in bf16: the low 7 bits under the bits of 128.0, less 128 where bit 7 is set,
 // less 256 where it is not.
 struct KvInt8 : KvByte<KvInt8> {
-    static constexpr int HALF_MIDDLE = 64;
+    static constexpr int MIDDLE = 128;
     static constexpr bool HAS_ZERO = true;
 
     static INLINE u32 even(u32 w) {
@@ -117,7 +117,7 @@ struct KvInt8 : KvByte<KvInt8> {
 //   the same steps. Weights are 2^64 times what they were, which keeps products in range. The
 //   surplus of code 8 leaves at each slice's end (`WarpSums::drop_surplus`).
 struct KvInt4 {
-    static constexpr int BITS = 4, VALUE_STEPS = 4, HALF_MIDDLE = 4;
+    static constexpr int BITS = 4, VALUE_STEPS = 4, MIDDLE = 8;
     static constexpr bool HAS_SCALE = true, HAS_ZERO = true, IS_ROTATED = true;
     static constexpr bool Y_IS_FAR = true, KEYS_ARE_BYTES = true;
     static constexpr int KEY_SHIFT = 4, LOW_MIDDLE = 8, WEIGHT_SHIFT = 64;
@@ -168,7 +168,7 @@ struct KvInt4 {
 //   up to 2^6 times that, become (182 + 6.625 c) / 256, which rounds to (192 + level) / 256. The
 //   surplus leaves at each slice's end (`WarpSums::drop_surplus`).
 struct KvInt2 {
-    static constexpr int BITS = 2, VALUE_STEPS = 8, HALF_MIDDLE = 0;
+    static constexpr int BITS = 2, VALUE_STEPS = 8, MIDDLE = 0;
     static constexpr bool HAS_SCALE = true, HAS_ZERO = false, IS_ROTATED = true;
     static constexpr bool Y_IS_FAR = true, KEYS_ARE_BYTES = true;
     static constexpr int KEY_SHIFT = 0, LOW_MIDDLE = 0, WEIGHT_SHIFT = 0;

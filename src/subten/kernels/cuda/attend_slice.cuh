@@ -28,11 +28,11 @@ INLINE void load_vector(float (&v)[4], const float* from) {
     v[3] = a.w;
 }
 
-// Half the value of code MIDDLE, from which codes are counted: halved, since MIDDLE * scale alone
-// may overflow.
+// The value of code MIDDLE, from which codes are counted. One rounding: MIDDLE * scale alone may
+// overflow.
 template <class Codec>
-INLINE float half_zero_of(float scale, float zero) {
-    return 0.5f * zero + Codec::HALF_MIDDLE * scale;
+INLINE float middle_of(float scale, float zero) {
+    return multiply_add(Codec::MIDDLE, scale, zero);
 }
 
 // The largest value of the 8 lanes that share t (FIRST = 4), or of all 32 (FIRST = 1).
@@ -50,16 +50,17 @@ INLINE float shift_of(float max) { return max == MINUS_INFINITY ? 0.0f : max; }
 // What a block knows of the queries of HEADS heads beside their bf16s or bytes.
 template <int HEADS>
 struct QueryFacts {
-    // What a key's product counts where KEYS_ARE_BYTES, and what half a zero counts, in base 2.
-    float factor[HEADS], of_zero[HEADS];
+    // What a score counts in base 2, above 0, and the sum of q in the unit of scores.
+    alignas(8) float factor[HEADS];
+    alignas(8) float sum[HEADS];
     // Minus LOW_MIDDLE times the sum of the integers of q below D / 2.
-    int first_sum[HEADS];
+    alignas(8) int first_sum[HEADS];
 };
 
 // One lane's share of its warp's sums over slices, for TILES_H * 8 heads.
 //   S^T, tile n:      p[n][h] = keys g (row) and heads 8h + 2t, 2t+1; then keys g + 8, same heads
 //   O^T, fragment m:  acc[h][m] = channel x and heads 8h + 2t, 2t+1; then channel y, same heads
-// `sum` and `half_zero` are of this lane's keys alone until `finish`. They and `acc` count
+// `sum` and `of_middle` are of this lane's keys alone until `finish`. They and `acc` count
 // 2^WEIGHT_SHIFT until then.
 template <class Codec, int DIM, int TILES_H>
 struct WarpSums {
@@ -79,10 +80,9 @@ struct WarpSums {
     int key_g, k_at, v_at, v_next;
     u32 key_half;  // which of two neighbouring keys
     u32 q_pairs[TILES_H][STEPS][2];
-    float factors[TILES_H][2], of_zeros[TILES_H][2];  // of QueryFacts
-    int first_sums[TILES_H][2];
+    const QueryFacts<HEADS>* facts;  // read slice by slice, for registers are scarce
     float acc[TILES_H][STEPS][4];
-    float max[TILES_H][2], sum[TILES_H][2], half_zero[TILES_H][2];
+    float max[TILES_H][2], sum[TILES_H][2], of_middle[TILES_H][2];
 
     // Where a channel of a head of q goes, so that each lane finds its B fragments of Q^T, of two
     // steps at a time, in 16 bytes.
@@ -101,9 +101,10 @@ struct WarpSums {
         return ((pair * WARP + lane) * 2 + step % 2) * 4 + Codec::key_slot(channel, DIM);
     }
 
-    INLINE WarpSums(int lane, const u16* q_places, const QueryFacts<HEADS>& facts) {
+    INLINE WarpSums(int lane, const u16* q_places, const QueryFacts<HEADS>& of_queries) {
         g = lane / 4;
         t = lane % 4;
+        facts = &of_queries;
         key_g = first_key<P::QUARTER>(g);
         key_half = half_selector(key_g % 2);
         k_at = key_g * P::ROW + t * KeyShare::UNIT;
@@ -127,19 +128,19 @@ struct WarpSums {
                 for (int j = 0; j < 4; ++j) acc[h][m][j] = 0;
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                const int head = 8 * h + 2 * t + j;
-                factors[h][j] = Codec::KEYS_ARE_BYTES ? facts.factor[head] : 0.0f;
-                of_zeros[h][j] = Codec::HAS_ZERO ? facts.of_zero[head] : 0.0f;
-                first_sums[h][j] = Codec::KEYS_ARE_BYTES ? facts.first_sum[head] : 0;
                 max[h][j] = MINUS_INFINITY;
-                sum[h][j] = half_zero[h][j] = 0;
+                sum[h][j] = of_middle[h][j] = 0;
             }
         }
     }
 
     // Scores of the keys in `stage`. Two tiles at once: their sums do not wait for each other, and
     // more would not fit the registers.
-    INLINE void score(Scores& p, const u8* stage, float scale_log2) const {
+    INLINE void score(Scores& p, const u8* stage) const {
+        float q_sums[TILES_H][2];
+#pragma unroll
+        for (int h = 0; h < TILES_H; ++h)
+            if (Codec::HAS_ZERO) load_vector(q_sums[h], facts->sum + 8 * h + 2 * t);
         constexpr int ABREAST = TILES < 2 ? TILES : 2;
 #pragma unroll
         for (int first = 0; first < TILES; first += ABREAST) {
@@ -157,17 +158,17 @@ struct WarpSums {
         }
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
-            float scales[2], halves[2];
-            load_scales(scales, halves, stage, n);
+            if (!Codec::HAS_SCALE) continue;
+            float scales[2], middles[2];
+            load_scales(scales, middles, stage, n);
 #pragma unroll
             for (int r = 0; r < 2; ++r)
 #pragma unroll
                 for (int h = 0; h < TILES_H; ++h)
 #pragma unroll
                     for (int j = 0; j < 2; ++j) {
-                        const float factor = Codec::KEYS_ARE_BYTES ? factors[h][j] : scale_log2;
-                        float s = p[n][h][2 * r + j] * (scales[r] * factor);
-                        if (Codec::HAS_ZERO) s += halves[r] * of_zeros[h][j];
+                        float s = p[n][h][2 * r + j] * scales[r];
+                        if (Codec::HAS_ZERO) s = multiply_add(middles[r], q_sums[h][j], s);
                         p[n][h][2 * r + j] = s;
                     }
         }
@@ -206,7 +207,8 @@ struct WarpSums {
             for (int h = 0; h < TILES_H; ++h)
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
-                    lower[b][h][j] = Codec::LOW_MIDDLE != 0 ? first_sums[h][j % 2] : 0;
+                    lower[b][h][j] =
+                        Codec::LOW_MIDDLE != 0 ? facts->first_sum[8 * h + 2 * t + j % 2] : 0;
 #pragma unroll
         for (int step = 0; step < STEPS; step += 2)
 #pragma unroll
@@ -237,9 +239,9 @@ struct WarpSums {
                     p[first + b][h][j] = (float)(upper[b][h][j] * 256 + lower[b][h][j]);
     }
 
-    // Scale and `half_zero_of` of this lane's keys of tile n, 2 apart: it takes the same half of
+    // Scale and `middle_of` of this lane's keys of tile n, 2 apart: it takes the same half of
     // each word.
-    INLINE void load_scales(float (&scales)[2], float (&halves)[2], const u8* stage, int n) const {
+    INLINE void load_scales(float (&scales)[2], float (&middles)[2], const u8* stage, int n) const {
         u32 scale[2] = {0, 0}, zero[2] = {0, 0};
         const int at = 2 * (key_g - key_g % 2 + 4 * n);
         if (Codec::HAS_SCALE) load_words<8>(scale, stage + P::SCALE + at);
@@ -248,7 +250,7 @@ struct WarpSums {
         for (int r = 0; r < 2; ++r) {
             scales[r] = Codec::HAS_SCALE ? select_half(scale[r], key_half) : 1.0f;
             const float of_zero = Codec::HAS_ZERO ? select_half(zero[r], key_half) : 0.0f;
-            halves[r] = Codec::HAS_ZERO ? half_zero_of<Codec>(scales[r], of_zero) : 0.0f;
+            middles[r] = Codec::HAS_ZERO ? middle_of<Codec>(scales[r], of_zero) : 0.0f;
         }
     }
 
@@ -267,14 +269,16 @@ struct WarpSums {
         float decay[TILES_H][2];
         bool has_moved = false;
 #pragma unroll
-        for (int h = 0; h < TILES_H; ++h)
+        for (int h = 0; h < TILES_H; ++h) {
+            float factors[2];
+            load_vector(factors, facts->factor + 8 * h + 2 * t);
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                float most = max[h][j];
+                float most = MINUS_INFINITY;
 #pragma unroll
                 for (int n = 0; n < TILES; ++n)
                     most = larger(most, larger(p[n][h][j], p[n][h][j + 2]));
-                most = max_over_lanes<4>(most);
+                most = larger(max[h][j], max_over_lanes<4>(most) * factors[j]);
                 const float shift = shift_of(most);
                 decay[h][j] = power_of_two(max[h][j] - shift);
                 has_moved = has_moved || most != max[h][j];
@@ -283,15 +287,17 @@ struct WarpSums {
 #pragma unroll
                 for (int n = 0; n < TILES; ++n)
 #pragma unroll
-                    for (int r = j; r < 4; r += 2) p[n][h][r] = power_of_two(p[n][h][r] - less);
+                    for (int r = j; r < 4; r += 2)
+                        p[n][h][r] = power_of_two(multiply_add(p[n][h][r], factors[j], -less));
             }
+        }
         if (!lanes_where(has_moved)) return;
 #pragma unroll
         for (int h = 0; h < TILES_H; ++h) {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 sum[h][j] *= decay[h][j];
-                half_zero[h][j] *= decay[h][j];
+                of_middle[h][j] *= decay[h][j];
             }
 #pragma unroll
             for (int m = 0; m < STEPS; ++m)
@@ -329,8 +335,8 @@ struct WarpSums {
         float surplus[TILES_H][4] = {};
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
-            float scales[2], halves[2];
-            load_scales(scales, halves, stage, n);
+            float scales[2], middles[2];
+            load_scales(scales, middles, stage, n);
             u32 p_pairs[TILES_H][2];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -340,8 +346,8 @@ struct WarpSums {
                     sum[h][0] += low;
                     sum[h][1] += high;
                     if (Codec::HAS_ZERO) {
-                        half_zero[h][0] += low * halves[r];
-                        half_zero[h][1] += high * halves[r];
+                        of_middle[h][0] += low * middles[r];
+                        of_middle[h][1] += high * middles[r];
                     }
                     p_pairs[h][r] = transpose_8x8(Codec::HAS_SCALE
                                                       ? pack_bf16(low * scales[r], high * scales[r])
@@ -422,14 +428,14 @@ struct WarpSums {
 #pragma unroll
                 for (int mask = 4; mask < WARP; mask *= 2) {
                     sum[h][j] += shuffle_xor(sum[h][j], mask);
-                    if (Codec::HAS_ZERO) half_zero[h][j] += shuffle_xor(half_zero[h][j], mask);
+                    if (Codec::HAS_ZERO) of_middle[h][j] += shuffle_xor(of_middle[h][j], mask);
                 }
                 if (g > 0) continue;
                 stats[head][0] = max[h][j];
                 const float factor = Codec::WEIGHT_SHIFT == 0 ? 1.0f : 0x1p-64f;
                 static_assert(Codec::WEIGHT_SHIFT == 0 || Codec::WEIGHT_SHIFT == 64, "as above");
                 stats[head][1] = factor * sum[h][j];
-                stats[head][2] = 2.0f * factor * half_zero[h][j];
+                stats[head][2] = factor * of_middle[h][j];
             }
     }
 };
