@@ -141,7 +141,7 @@ def plan_decode(
         min_slices=min_slices,
         num_warps=num_warps,
         num_stages=num_stages,
-        polls=fmt.codec.name not in ("int4", "int2"),
+        polls=True,
     )
 
 
