@@ -187,13 +187,16 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
                 sum += rounded;
                 most = larger(most, larger(rounded, -rounded));
             }
-        sum = sum_over_lanes<WARP>(sum);
-        if (Codec::KEYS_ARE_BYTES) {
-            most = max_over_lanes<1>(most);
+        if constexpr (Codec::KEYS_ARE_BYTES) {
+            // Numbers that are not negative are in the order of their bits.
+            most = bits_float(warp_max(float_bits(most)));
             // Rows that are not finite, or below all that matters to a score, have no steps.
             if (most > 0x1p-100f && most < 0x1p120f) to_step = MOST_STEPS / most;
-            // NaN stays NaN.
-            step = (to_step > 0 ? most * (1.0f / MOST_STEPS) : 1.0f) + sum * 0.0f;
+            // NaN stays NaN; so does infinity, less itself.
+            step = to_step > 0 ? most * (1.0f / MOST_STEPS) : 1.0f;
+            if (lanes_where(sum - sum != 0.0f)) step = bits_float(OTHER_NAN);
+        } else if (Codec::HAS_ZERO) {
+            sum = sum_over_lanes<WARP>(sum);
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half)
@@ -211,16 +214,15 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
                     whole_sum += bits;
                     if (half == 0) first_sum -= Codec::LOW_MIDDLE * bits;
                 } else {
-                    q_places[place] = (u16)pack_bf16(rounded, 0.0f);
+                    q_places[place] = (u16)pack_bf16(rounded * Codec::QUERY_FACTOR, 0.0f);
                 }
             }
         if constexpr (Codec::KEYS_ARE_BYTES) {
             if (Codec::LOW_MIDDLE != 0) first_sum = warp_sum(first_sum);
             if (Codec::HAS_ZERO) sum = (float)(warp_sum(whole_sum) * (1 << Codec::KEY_SHIFT));
-            step *= 1.0f / (1 << Codec::KEY_SHIFT);
         }
         if (lane == 0) {
-            q_facts.factor[head] = call.scale_log2 * step;
+            q_facts.factor[head] = call.scale_log2 * step * Codec::SCORE_FACTOR;
             q_facts.sum[head] = sum;
             q_facts.first_sum[head] = first_sum;
         }
@@ -326,13 +328,22 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     };
 #pragma unroll 1
     for (int head = warp; head < group; head += num_warps) {
-        // The block's sums over the warps that had a slice, lane l with the weight of warp l.
-        const bool has_warp = lane < num_busy;
-        const float own_max = has_warp ? stats[lane][head][0] : MINUS_INFINITY;
-        const float own_sum = has_warp ? stats[lane][head][1] : 0.0f;
-        const float own_zero = has_warp ? stats[lane][head][2] : 0.0f;
-        const float max = max_over_lanes<1>(own_max);
+        // The block's sums over the warps that had a slice, lanes l and l + 16 with the weight of
+        // warp l.
+        const bool has_warp = lane % MAX_WARPS < num_busy;
+        const float* own_stats = stats[lane % MAX_WARPS][head];
+        const float own_max = has_warp ? own_stats[0] : MINUS_INFINITY;
+        float max = own_max;
+#pragma unroll
+        for (int mask = 1; mask < MAX_WARPS; mask *= 2) max = larger(max, shuffle_xor(max, mask));
         const float own_weight = power_of_two(own_max - shift_of(max));
+        float sum = has_warp ? own_weight * own_stats[1] : 0.0f;
+        float zero = Codec::HAS_ZERO && has_warp ? own_weight * own_stats[2] : 0.0f;
+#pragma unroll
+        for (int mask = MAX_WARPS / 2; mask > 0; mask /= 2) {
+            sum += shuffle_xor(sum, mask);
+            if (Codec::HAS_ZERO) zero += shuffle_xor(zero, mask);
+        }
         float v[VALUES];
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) v[i] = 0;
@@ -346,9 +357,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
 #pragma unroll
             for (int i = 0; i < VALUES; ++i) v[i] += weight * row[i];
         }
-        float sum = sum_over_lanes<WARP>(own_weight * own_sum);
         if (Codec::HAS_ZERO) {
-            const float zero = sum_over_lanes<WARP>(own_weight * own_zero);
 #pragma unroll
             for (int i = 0; i < VALUES; ++i) v[i] += zero;
         }

@@ -10,9 +10,10 @@
 
 // A codec turns words of codes into A fragments. Word w of a K row holds channels that `mma` number
 // `step` of that row takes: 4 a lane. A channel of q meets its K where `key_byte`, its byte in a
-// row, lies: in step `key_step` of that byte's word, as value `key_slot` of the lane's 4. Where
-// KEYS_ARE_BYTES a step has 32 channels, 8 a lane, and sums of its first half count 2^KEY_SHIFT;
-// codes of the channels below D / 2 are LOW_MIDDLE too large.
+// row, lies: in step `key_step` of that byte's word, as value `key_slot` of the lane's 4, times
+// QUERY_FACTOR; sums of products count SCORE_FACTOR. Where KEYS_ARE_BYTES a step has 32 channels, 8
+// a lane, sums of the first half of all steps count 2^KEY_SHIFT more, and codes of the channels
+// below D / 2 are LOW_MIDDLE too large.
 // Word w of a V row, with the same word of three other keys, gives VALUE_STEPS fragments of 2
 // channels (x in row g, y in row g + 8: next to x, or D / 2 on where Y_IS_FAR) and 4 keys. They are
 // too large by SURPLUS_X or SURPLUS_Y, pairs of bf16; what is left counts `value_factor`, once
@@ -24,6 +25,7 @@ struct KvBf16 {
     static constexpr bool HAS_SCALE = false, HAS_ZERO = false, IS_ROTATED = false;
     static constexpr bool Y_IS_FAR = false, KEYS_ARE_BYTES = false;
     static constexpr u32 SURPLUS_X = 0, SURPLUS_Y = 0;
+    static constexpr float QUERY_FACTOR = 1, SCORE_FACTOR = 1;
     static constexpr int WEIGHT_SHIFT = 0;
 
     static INLINE void key_pairs(u32 (&a)[4], const u32* low, const u32* high, int step) {
@@ -53,6 +55,7 @@ struct KvByte {
     static constexpr bool HAS_SCALE = true, IS_ROTATED = false, Y_IS_FAR = false;
     static constexpr bool KEYS_ARE_BYTES = false;
     static constexpr u32 SURPLUS_X = 0, SURPLUS_Y = 0;
+    static constexpr float QUERY_FACTOR = 1, SCORE_FACTOR = 1;
     static constexpr int WEIGHT_SHIFT = 0;
 
     static INLINE void key_pairs(u32 (&a)[4], const u32* low, const u32* high, int step) {
@@ -81,26 +84,35 @@ struct KvByte {
 };
 
 // E4M3: the bits of a code, shifted into place, are the bf16 of 2^-120 of its value, subnormals
-// included. The code of NaN, which only garbage holds, comes out as 480.
+// included; q and weights are 2^64 times too large, which keeps products in range. The code of NaN,
+// which only garbage holds, comes out as 480.
 struct KvFp8 : KvByte<KvFp8> {
-    static constexpr int MIDDLE = 0;
+    static constexpr int MIDDLE = 0, WEIGHT_SHIFT = 64;
     static constexpr bool HAS_ZERO = false;
+    static constexpr float QUERY_FACTOR = 0x1p64f, SCORE_FACTOR = 0x1p56f;
 
-    static INLINE u32 even(u32 w) {
-        const u32 bits = and_or(w << 8, 0x80008000u, (w << 4) & 0x07f007f0u);
-        return multiply_bf16x2(bits, 0x7b807b80u);  // 2^120
-    }
-    static INLINE u32 odd(u32 w) {
-        const u32 bits = and_or(w, 0x80008000u, (w >> 4) & 0x07f007f0u);
-        return multiply_bf16x2(bits, 0x7b807b80u);
-    }
+    static INLINE u32 even(u32 w) { return and_or(w << 8, 0x80008000u, (w << 4) & 0x07f007f0u); }
+    static INLINE u32 odd(u32 w) { return and_or(w, 0x80008000u, (w >> 4) & 0x07f007f0u); }
+    static INLINE float value_factor(int) { return 0x1p56f; }
 };
 
-// code - 128, exact in bf16: the low 7 bits under the bits of 128.0, less 128 where bit 7 is set,
-// less 256 where it is not.
+// Of K, code - 128 is the byte with its upper bit flipped, and q is as for int4. Of V it is exact in
+// bf16: the low 7 bits under the bits of 128.0, less 128 where bit 7 is set, less 256 where it is
+// not.
 struct KvInt8 : KvByte<KvInt8> {
-    static constexpr int MIDDLE = 128;
-    static constexpr bool HAS_ZERO = true;
+    static constexpr int MIDDLE = 128, KEY_SHIFT = 0, LOW_MIDDLE = 0;
+    static constexpr bool HAS_ZERO = true, KEYS_ARE_BYTES = true;
+
+    // A fragments of `mma_bytes` number `step`: two words.
+    template <int STEPS>
+    static INLINE void key_bytes(u32 (&a)[4], const u32* low, const u32* high, int step) {
+        a[0] = low[2 * step] ^ 0x80808080u;
+        a[1] = high[2 * step] ^ 0x80808080u;
+        a[2] = low[2 * step + 1] ^ 0x80808080u;
+        a[3] = high[2 * step + 1] ^ 0x80808080u;
+    }
+    static INLINE int key_step(int, int word, int) { return word / 2; }
+    static INLINE int key_slot(int channel, int) { return channel % 8; }
 
     static INLINE u32 even(u32 w) {
         return add_bf16x2(and_or(w, 0x007f007fu, 0x43004300u),
@@ -120,6 +132,7 @@ struct KvInt4 {
     static constexpr int BITS = 4, VALUE_STEPS = 4, MIDDLE = 8;
     static constexpr bool HAS_SCALE = true, HAS_ZERO = true, IS_ROTATED = true;
     static constexpr bool Y_IS_FAR = true, KEYS_ARE_BYTES = true;
+    static constexpr float SCORE_FACTOR = 0x1p-4f;
     static constexpr int KEY_SHIFT = 4, LOW_MIDDLE = 8, WEIGHT_SHIFT = 64;
     static constexpr u32 SURPLUS_X = 0x00080008u, SURPLUS_Y = 0x00800080u;
 
@@ -171,6 +184,7 @@ struct KvInt2 {
     static constexpr int BITS = 2, VALUE_STEPS = 8, MIDDLE = 0;
     static constexpr bool HAS_SCALE = true, HAS_ZERO = false, IS_ROTATED = true;
     static constexpr bool Y_IS_FAR = true, KEYS_ARE_BYTES = true;
+    static constexpr float SCORE_FACTOR = 1;
     static constexpr int KEY_SHIFT = 0, LOW_MIDDLE = 0, WEIGHT_SHIFT = 0;
     static constexpr u32 SURPLUS_X = 0x3f403f40u, SURPLUS_Y = SURPLUS_X;  // 0.75
 
