@@ -456,8 +456,8 @@ def test_equals_two_launches_on_a_gpu(
         num_sequences=len(lengths),
         num_kv_heads=4,
     )
-    for _ in range(3):
-        assert torch.equal(check(case, dataclasses.replace(chosen, polls=True))[0], out_THD)
+    for polls in (False, True, True):
+        assert torch.equal(check(case, dataclasses.replace(chosen, polls=polls))[0], out_THD)
 
 
 @pytest.mark.gpu
@@ -483,7 +483,9 @@ def test_graph_replays_append_and_attend(
     step = scene.step([1] * num_sequences)
     start_THD = randn(num_sequences, 40, head_dim, dtype=torch.bfloat16)
     # Several splits even here: of one slice, or of some.
-    plan = DecodePlan(num_splits=16, min_slices=1, num_warps=8, num_stages=3, polls=polls)
+    plan = DecodePlan(
+        num_splits=16, min_slices=1, num_warps=8, num_stages=3, polls=polls, fills=polls
+    )
     weight_D = (1 + randn(head_dim, scale=0.2)).bfloat16()
     cos_sin_PD = make_rope(5000, head_dim, device)
     pools = {

@@ -67,7 +67,7 @@ class DecodePlan:
 
     A sequence of n slices is cut into ceil(n / max(min_slices, ceil(n / num_splits))) splits, each
     a block of `num_warps` warps per KV head; a warp has `num_stages` stages, each K or V of one
-    slice, 4 KiB or a little more. All but `num_stages` and `polls` decide the order of sums.
+    slice, of int2 both, 4 KiB or a little more. All but `num_stages` and `polls` decide the order of sums.
 
     With `polls` the splits merge a head each, and wait for the numbers of the others, instead of
     whichever arrives last at a counter; only where all blocks are on an SM at once.
@@ -105,7 +105,7 @@ class DecodePlan:
 FULL_BLOCKS: Mapping[str, tuple[int, int, int]] = {
     "bf16": (8, 12, 3),
     "int4": (4, 12, 2),
-    "int2": (16, 16, 3),
+    "int2": (16, 16, 2),
 }
 """Codec to (min_slices, warps, stages) of blocks that have an SM each; others take (4, 12, 3)."""
 
@@ -152,10 +152,12 @@ def kernel_name(fmt: KVFormat, head_dim: int, group: int, *, polls: bool) -> str
 
 
 def slice_bytes(fmt: KVFormat) -> SliceBytes:
-    """Keys of a slice and bytes of a stage: codes, padding between quarters, metadata, barrier."""
+    """Keys of a slice and bytes of a stage: codes, padding between quarters, metadata, barrier; of
+    int2 those of K and V."""
     keys = min(PAGE_SIZE, 4096 // fmt.row.codes)
     padding = 0 if fmt.row.codes < fmt.head_dim else 4 * 32
-    barrier_at = -(-(keys * fmt.row.total + padding) // 8) * 8
+    num_parts = 2 if fmt.codec.name == "int2" else 1
+    barrier_at = -(-(num_parts * keys * fmt.row.total + padding) // 8) * 8
     return SliceBytes(keys=keys, stage_bytes=-(-(barrier_at + 8) // 16) * 16)
 
 

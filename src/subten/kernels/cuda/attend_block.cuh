@@ -127,7 +127,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     // num_warps, ... Lane l holds the page of the l-th of the 32 slices that it is at.
     const u8* head_pages = call.pages + kv_head * call.head_stride;
     const int* table = call.page_table + seq * call.page_table_stride;
-    constexpr int SLICES = PAGE_KEYS / KEYS;
+    constexpr int SLICES = PAGE_KEYS / KEYS, PARTS = P::HAS_BOTH ? 1 : 2;
     auto load_pages = [&](int slice) {
         slice += lane * num_warps;
         return slice < end ? load_from_l2(table + slice / SLICES) : 0;
@@ -135,15 +135,15 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     int put_slice = first + warp, put_part = 0, page_ids = load_pages(put_slice);
     auto put = [&](u8* stage) {
         if (put_slice < end) {
-            const i64 page = shuffle_from(page_ids, put_part / 2);
-            const int is_value = put_part % 2;
+            const i64 page = shuffle_from(page_ids, put_part / PARTS);
+            const int is_value = put_part % PARTS;
             if (lane == 0)
                 P::fetch(stage, head_pages + page * call.page_stride + is_value * P::PAGE_BYTES,
                          put_slice % SLICES * KEYS, is_value);
             ++put_part;
-            if (is_value) {
+            if (put_part % PARTS == 0) {
                 put_slice += num_warps;
-                if (put_part == 2 * WARP) {
+                if (put_part == PARTS * WARP) {
                     put_part = 0;
                     page_ids = load_pages(put_slice);
                 }
@@ -292,12 +292,13 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
         wait_phase(P::barrier_of(stage), parity);
         if (Rows::APPENDS && slice == patched) patch(stage, limit - 1, false);
         own.score(p, stage);
-        give_back();
+        if (!P::HAS_BOTH) give_back();
         own.weigh(p, limit);
-        wait_phase(P::barrier_of(stage), parity);
-        if (Rows::APPENDS && slice == patched) patch(stage, limit - 1, true);
-        own.clear_tail(stage, limit);
-        own.add_values(p, stage);
+        if (!P::HAS_BOTH) wait_phase(P::barrier_of(stage), parity);
+        u8* values = stage + P::VALUES_AT;
+        if (Rows::APPENDS && slice == patched) patch(values, limit - 1, true);
+        own.clear_tail(values, limit);
+        own.add_values(p, values);
         give_back();
     }
 

@@ -243,6 +243,7 @@ private:
 // K, or V, of one slice: where it lies in a page, and in a stage of the ring. V codes of 8 and 16
 // bits lie there in quarters 32 bytes apart, so that the four t of a warp read different banks;
 // codes of 4 and 2 bits stay one copy, and rows of neighbouring quarters differ in parity instead.
+// Of 2 bits, K and V of a slice lie in one stage, VALUES_AT apart, and come at once.
 template <class Codec, int DIM>
 struct Part {
     static constexpr int ROW = DIM * Codec::BITS / 8;
@@ -255,16 +256,20 @@ struct Part {
     static constexpr int PAGE_ZERO = PAGE_SCALE + (Codec::HAS_SCALE ? 2 * PAGE_KEYS : 0);
     static constexpr int PAGE_BYTES = PAGE_ZERO + (Codec::HAS_ZERO ? 2 * PAGE_KEYS : 0);
 
-    static constexpr int COPIED = PAGE_BYTES * KEYS / PAGE_KEYS;
+    static constexpr bool HAS_BOTH = IS_WHOLE && Codec::BITS == 2;
+    static constexpr int VALUES_AT = HAS_BOTH ? PAGE_BYTES : 0;
+
+    static constexpr int COPIED = VALUES_AT + PAGE_BYTES * KEYS / PAGE_KEYS;
     static constexpr int SCALE = KEYS * ROW + 4 * PAD;
     static constexpr int ZERO = SCALE + (Codec::HAS_SCALE ? 2 * KEYS : 0);
     static constexpr int END = ZERO + (Codec::HAS_ZERO ? 2 * KEYS : 0);
-    static constexpr int BARRIER = (END + 7) / 8 * 8;
+    static constexpr int BARRIER = (VALUES_AT + END + 7) / 8 * 8;
     static constexpr int STAGE = (BARRIER + 8 + 15) / 16 * 16;
 
     static INLINE u64* barrier_of(u8* stage) { return reinterpret_cast<u64*>(stage + BARRIER); }
 
-    // Starts the copies of `from` (K or V of a page) from token `key` on into a stage.
+    // Starts the copies of `from` (K or V of a page) from token `key` on into a stage; of what
+    // HAS_BOTH, where K is.
     static INLINE void fetch(u8* stage, const u8* from, int key, bool is_value) {
         u64* barrier = barrier_of(stage);
         expect_bytes(barrier, COPIED);
@@ -286,10 +291,10 @@ struct Part {
         if (Codec::HAS_ZERO) copy_bulk(stage + ZERO, meta + PAGE_ZERO, 2 * KEYS, barrier);
     }
 
-    // Starts to bring what `fetch` would copy into L2.
+    // Starts to bring into L2 what `fetch` would copy of K or V.
     static INLINE void prefetch(const u8* from, int key) {
         if (IS_WHOLE) {
-            prefetch_bulk(from, COPIED);
+            prefetch_bulk(from, PAGE_BYTES);
             return;
         }
         prefetch_bulk(from + key * ROW, KEYS * ROW);
