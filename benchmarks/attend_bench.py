@@ -292,10 +292,17 @@ def plans_to_try(shape: Shape, fmt: KVFormat, context: int) -> list[DecodePlan |
 
 
 def parse_plan(text: str) -> DecodePlan:
-    """`splits,min_slices,warps,stages`."""
-    num_splits, min_slices, num_warps, num_stages = (int(part) for part in text.split(","))
+    """`splits,min_slices,warps,stages`, and perhaps `,p` for splits that poll, `,pf` for a block for
+    every SM too."""
+    *numbers, ways = text.split(",") if text[-1] in "pf" else [*text.split(","), ""]
+    num_splits, min_slices, num_warps, num_stages = map(int, numbers)
     return DecodePlan(
-        num_splits=num_splits, min_slices=min_slices, num_warps=num_warps, num_stages=num_stages
+        num_splits=num_splits,
+        min_slices=min_slices,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        polls="p" in ways,
+        fills="f" in ways,
     )
 
 
@@ -350,7 +357,7 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 32])
     parser.add_argument("--ops", nargs="+", choices=("cuda", "triton"), default=["cuda", "triton"])
     parser.add_argument(
-        "--plan", action="append", default=[], help="splits,min_slices,warps,stages"
+        "--plan", action="append", default=[], help="splits,min_slices,warps,stages[,p[f]]"
     )
     parser.add_argument("--try-plans", action="store_true", help="beside the chosen plans")
     parser.add_argument("--pdl", action=argparse.BooleanOptionalAction, default=True)
