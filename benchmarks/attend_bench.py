@@ -292,7 +292,7 @@ def plans_to_try(shape: Shape, fmt: KVFormat, context: int) -> list[DecodePlan |
 
 
 def parse_plan(text: str) -> DecodePlan:
-    """`splits,min_slices,warps,stages`, and perhaps `,p`: splits that poll; `,pf`: a block for every
+    """`splits,min_slices,warps,stages`, perhaps `,p`: splits that poll, or `,pf`: a block for every
     SM too."""
     *numbers, ways = text.split(",") if text[-1] in "pf" else [*text.split(","), ""]
     num_splits, min_slices, num_warps, num_stages = map(int, numbers)
