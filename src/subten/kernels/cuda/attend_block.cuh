@@ -83,13 +83,6 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, num_warps = blockDim.x / WARP;
     const int group = call.group, num_stages = call.num_stages;
     u8* ring = dynamic_shared + warp * num_stages * P::STAGE;
-    if (lane == 0) {
-#pragma unroll 1
-        for (int i = 0; i < num_stages; ++i) init_barrier(P::barrier_of(ring + i * P::STAGE));
-        publish_barriers();
-    }
-    sync_warp();
-
     // The integers of the step, and all rows of pages but the newest of each sequence, are older
     // than the step's first kernel: they need no wait. Blocks of split 0 wait, whatever they do; so
     // do all of a grid with a block for every SM, which is a row for one sequence.
@@ -102,6 +95,13 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     }
     const int seq = load_from_l2(call.tile_seq + tile);
     const int token = load_from_l2(call.tile_start + tile);
+    if (lane == 0) {
+#pragma unroll 1
+        for (int i = 0; i < num_stages; ++i) init_barrier(P::barrier_of(ring + i * P::STAGE));
+        publish_barriers();
+    }
+    sync_warp();
+
     int num_keys = 0, num_seen = 0;
     if (seq >= 0) {
         // The low word of an int64 that fits it.
