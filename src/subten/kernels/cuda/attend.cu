@@ -13,7 +13,8 @@
 //
 // Time: a step is a chain of short launches, so what needs nothing of the kernel ahead is done
 // while that one runs: page table, and copies of all slices but the one with the newest row, which
-// goes to L2 as it is. Blocks without a slice leave at once.
+// goes to L2 as it is. Where two blocks fit an SM, all of that goes on beside the launch ahead, if
+// that is attention too. Blocks without a slice leave at once.
 //
 //   page (64 tokens x 1 KV head):  | K codes | K scale | K zero | V codes | V scale | V zero |
 //   slice = N of its tokens:       N * D * bits / 8 = 4 KB of K codes, then the same of V
@@ -34,10 +35,10 @@
 //
 // Bytes: kv_len * C of pages a (sequence, KV head), once; with Z splits 4 * Z * group * (D + 2)
 // written and read again, all in L2. The loop at D = 128 and up to 8 heads, both ways of every
-// branch counted (nvdisasm, nvcc 13.0): int2 2.3 instructions an element, int4 2.4, 8-bit 4.7, bf16
-// 4.5, of the 1.7, 3.3, 6 and 12 that 132 SMs at 1.75 GHz issue while the bytes of one arrive. Of
-// int4's and int2's, 1.1 are integer ones, which issue every other cycle: two warps a scheduler do
-// not fill it, and of int2 they alone take longer than its bytes.
+// branch counted (nvdisasm, nvcc 13.0): int2 and int4 2.0 instructions an element, 8-bit 4.3, bf16
+// 4.6, of the 1.7, 3.3, 6 and 12 that 132 SMs at 1.75 GHz issue while the bytes of one arrive. Of
+// int4's and int2's, 1.0 are integer ones, which issue every other cycle: of int2 they alone take
+// longer than its bytes.
 //
 // Keys at or past the sequence's end, and garbage there: their scores become -infinity, and their V
 // scale and zero, or bf16 values, 0 in shared memory, each replaced, not multiplied.

@@ -102,12 +102,13 @@ class DecodePlan:
         return num_bytes if num_bytes <= 31 * 1024 else max(num_bytes, 48 * 1024 + 16)
 
 
-FULL_BLOCKS: Mapping[str, tuple[int, int, int]] = {
-    "bf16": (8, 12, 3),
-    "int4": (4, 12, 2),
-    "int2": (16, 16, 2),
+FULL_BLOCKS: Mapping[str, tuple[int, int, int, bool]] = {
+    "bf16": (8, 12, 3, False),
+    "int4": (4, 8, 2, True),
+    "int2": (4, 8, 2, True),
 }
-"""Codec to (min_slices, warps, stages) of blocks that have an SM each; others take (4, 12, 3)."""
+"""Codec to (min_slices, warps, stages, fills) of blocks that have an SM each; others take
+(4, 8, 3, True)."""
 
 
 def plan_decode(
@@ -118,16 +119,14 @@ def plan_decode(
     Three tiers: splits that give every SM one block at batch 1; four splits; none. Within a tier
     the split of a sequence depends on its own length alone, so its result does too.
 
-    Past the first tier three stages of 8 warps let two blocks share an SM. Plans of the first tier
-    are among the fastest within a chain of a layer's kernels at 1k and 32k tokens of both shapes
-    (benchmarks/plans/h200-attend-chain.json). int4 has so much to compute for a byte that 8 warps,
-    two a scheduler, do not keep up with DRAM; int2 computes as much for half the bytes, and has all
-    the warps that fit. Splits that poll save 1 to 2 us at 1k, and cost up to 1 us at 32k; with int4
-    they save 0.3.
+    Past the first tier three stages of 8 warps let two blocks share an SM. So do plans of the first
+    tier that fill: the blocks of one launch fetch while those of the launch ahead still work, and
+    are the fastest, or within 1 us of it, at 1k, 32k and 128k tokens of both shapes
+    (benchmarks/plans/h200-attend-fills.json), but for bf16, whose bytes alone count at 128k, and
+    int2 at 128k of mixtral-8x7b. Polling saves 0.5 to 2.2 us wherever there is something to merge.
 
     A single split, which merges nothing, is not the fastest even at 1k: a merge of four costs what
-    their parallel work saves. Alone, qwen3-30b-a3b int4 took 7.43 us a layer against 7.31, fp8 9.48
-    against 7.21 (benchmarks/plans/h200-attend-plans.json).
+    their parallel work saves.
     """
     pairs = num_sequences * num_kv_heads
     if pairs > num_sms // 2:
@@ -135,13 +134,14 @@ def plan_decode(
         return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=8, num_stages=3)
     # Even: lengths that are powers of two then divide as evenly as they can.
     num_splits = max(1, min(MAX_SPLITS, num_sms // num_kv_heads // 2 * 2))
-    min_slices, num_warps, num_stages = FULL_BLOCKS.get(fmt.codec.name, (4, 12, 3))
+    min_slices, num_warps, num_stages, fills = FULL_BLOCKS.get(fmt.codec.name, (4, 8, 3, True))
     return DecodePlan(
         num_splits=num_splits,
         min_slices=min_slices,
         num_warps=num_warps,
         num_stages=num_stages,
         polls=True,
+        fills=fills,
     )
 
 
