@@ -18,7 +18,7 @@
 //
 //   page (64 tokens x 1 KV head):  | K codes | K scale | K zero | V codes | V scale | V zero |
 //   slice = N of its tokens:       N * D * bits / 8 = 4 KB of K codes, then the same of V
-//   int4: N = 64 (the page); 8-bit 32, bf16 16 at D = 128; int2: 64, 2 KB of K and V each in a stage
+//   int4: N = 64 (the page); 8-bit 32, bf16 16 at D = 128; int2: 64, K and V together
 //   a warp's ring:                 | K of slice 0 | V of slice 0 | K of slice 1 | ...
 //
 // Products on the tensor cores, the transposed way round, for a group has few heads:

@@ -315,9 +315,9 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     const bool is_alone = num_slices <= slices_each;
     const int num_busy = end - first < num_warps ? end - first : num_warps;
     const int num_used = (num_slices + slices_each - 1) / slices_each;
-    auto row_of = [&](int head) { return ((i64)tile * call.num_kv_heads + kv_head) * group + head; };
-    auto part_of = [&](int head) { return call.part + row_of(head) * call.num_splits * DIM; };
-    auto stats_of = [&](int head) { return call.part_stats + row_of(head) * call.num_splits * 2; };
+    const i64 first_row = ((i64)tile * call.num_kv_heads + kv_head) * group;
+    auto part_of = [&](int head) { return call.part + (first_row + head) * call.num_splits * DIM; };
+    auto stats_of = [&](int head) { return call.part_stats + (first_row + head) * call.num_splits * 2; };
     auto put_out = [&](float (&v)[VALUES], float sum, int head) {
         // A row that saw nothing becomes 0; NaN is not 0, so a poisoned sequence stays NaN.
         const float inverse = 1.0f / (sum == 0.0f ? 1.0f : sum);
@@ -368,7 +368,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
                 continue;
             }
             if (!merge_by_count(v, sum, max, part_of(head), stats_of(head),
-                                call.arrived + row_of(head), split, num_used, lane))
+                                call.arrived + first_row + head, split, num_used, lane))
                 continue;
         }
         put_out(v, sum, head);

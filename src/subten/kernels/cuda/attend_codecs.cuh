@@ -96,9 +96,9 @@ struct KvFp8 : KvByte<KvFp8> {
     static INLINE float value_factor(int) { return 0x1p56f; }
 };
 
-// Of K, code - 128 is the byte with its upper bit flipped, and q is as for int4. Of V it is exact in
-// bf16: the low 7 bits under the bits of 128.0, less 128 where bit 7 is set, less 256 where it is
-// not.
+// Of K, code - 128 is the byte with its upper bit flipped, and q is as for int4. Of V it is exact
+// in bf16: the low 7 bits under the bits of 128.0, less 128 where bit 7 is set, less 256 where it
+// is not.
 struct KvInt8 : KvByte<KvInt8> {
     static constexpr int MIDDLE = 128, KEY_SHIFT = 0, LOW_MIDDLE = 0;
     static constexpr bool HAS_ZERO = true, KEYS_ARE_BYTES = true;
