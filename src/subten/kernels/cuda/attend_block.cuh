@@ -316,8 +316,9 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     const int num_busy = end - first < num_warps ? end - first : num_warps;
     const int num_used = (num_slices + slices_each - 1) / slices_each;
     const i64 first_row = ((i64)tile * call.num_kv_heads + kv_head) * group;
-    auto part_of = [&](int head) { return call.part + (first_row + head) * call.num_splits * DIM; };
-    auto stats_of = [&](int head) { return call.part_stats + (first_row + head) * call.num_splits * 2; };
+    auto first_part = [&](int head) { return (first_row + head) * call.num_splits; };
+    auto part_of = [&](int head) { return call.part + first_part(head) * DIM; };
+    auto stats_of = [&](int head) { return call.part_stats + first_part(head) * 2; };
     auto put_out = [&](float (&v)[VALUES], float sum, int head) {
         // A row that saw nothing becomes 0; NaN is not 0, so a poisoned sequence stays NaN.
         const float inverse = 1.0f / (sum == 0.0f ? 1.0f : sum);
