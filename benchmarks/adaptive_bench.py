@@ -333,7 +333,9 @@ def main() -> None:
     args = parser.parse_args()
     middle = Mix(k_bits=3, v4=0.2)
     jobs: list[tuple[str, Mix | str, dict[str, int] | None, bool]]
-    jobs = [(args.shape, mix, None, False) for mix in (*MIXES, *CODECS)]
+    # Shares of 4-bit values take no kernels of their own.
+    kernels = {(mix.k_bits, mix.cold > 0, mix.is_calibrated): mix for mix in MIXES}
+    jobs = [(args.shape, mix, None, False) for mix in (*kernels.values(), *CODECS)]
     if args.try_plans:
         jobs = [
             (args.shape, replace(middle, is_calibrated=is_calibrated), fields, False)

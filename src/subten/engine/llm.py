@@ -34,6 +34,7 @@ from subten.core import (
     UserError,
     refuse,
 )
+from subten.engine.attend_speed import warn_if_slow
 from subten.engine.completion import Chunk, Completion, Usage
 from subten.engine.engine import Engine, RequestRecord
 from subten.engine.expert_load import ExpertLoad
@@ -247,6 +248,9 @@ class LLM:
             config, self.model_config, fmt, self.device, sensitivity=sensitivity
         )
         self.max_model_len = limits.max_model_len
+        warn_if_slow(
+            fmt.codec.name, device_kind=self.device.kind, max_model_len=limits.max_model_len
+        )
         self.max_num_seqs = limits.max_num_seqs
         self.pool = self._new_pool(limits, calibration)
         fidelity = self.pool.fidelity
