@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from subten.serve import ipc
 from subten.serve.supervisor import EngineState, Supervisor
@@ -30,8 +35,9 @@ class Metrics:
     """One registry a server; `model` is the value of the label model_name."""
 
     def __init__(self, model: str, supervisor: Supervisor) -> None:
+        # Series that nobody reads, one for each counter and histogram.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
-        self._text = _Text()
         self._model = model
 
         def counter(name: str, text: str) -> Counter:
@@ -90,42 +96,20 @@ class Metrics:
         """The text that a scrape gets; tokens go out between one metric and the next."""
         parts = []
         for metric in self._registry.collect():
-            parts.append(self._text.of(metric))
+            parts.append(generate_latest(_Only(metric)))
             await asyncio.sleep(0)
-        return "".join(parts).encode()
+        return b"".join(parts)
 
 
-class _Text:
-    """Prometheus' text format; what stands before a value is written once for each series.
+class _Only(CollectorRegistry):
+    """A registry of one metric, collected already."""
 
-    Without the `_created` times, which the format has no place for.
-    """
+    def __init__(self, metric: Metric) -> None:
+        super().__init__()
+        self._metric = metric
 
-    def __init__(self) -> None:
-        self._heads: dict[tuple[str, ...], str] = {}
-
-    def of(self, metric: Metric) -> str:
-        """The lines of one metric: a counter, a gauge or a histogram."""
-        name = metric.name + "_total" * (metric.type == "counter")
-        created = metric.name + "_created"
-        lines = [f"# HELP {name} {metric.documentation}\n# TYPE {name} {metric.type}\n"]
-        for sample in metric.samples:
-            if sample.name != created:
-                key = (sample.name, *sample.labels.values())
-                head = self._heads.get(key)
-                if head is None:
-                    head = self._heads[key] = _head(sample.name, sample.labels)
-                value = floatToGoString(sample.value)  # type: ignore[no-untyped-call]
-                lines.append(f"{head}{value}\n")
-        return "".join(lines)
-
-
-def _head(name: str, labels: Mapping[str, str]) -> str:
-    shown = []
-    for label, value in sorted(labels.items()):
-        escaped = value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
-        shown.append(f'{label}="{escaped}"')
-    return f"{name}{{{','.join(shown)}}} "
+    def collect(self) -> Iterator[Metric]:
+        yield self._metric
 
 
 class _EngineCollector(Collector):
