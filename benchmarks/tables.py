@@ -328,6 +328,39 @@ def peers_table(results: Results) -> str:
     return _table([*header, "of the roof", "settings", "GPU", "date"], rows)
 
 
+def short_peers_table(results: Results) -> str:
+    """A row an engine, shape and format, a column a context."""
+    records = sorted(_of_kind(results, "peer_latency"), key=_decode_key)
+    contexts = sorted({result["context_len"] for result in records})
+    rows: dict[tuple[str, ...], dict[int, str]] = {}
+    for result in records:
+        form = f"{result['weights_dtype']}, {result['kv_cache_dtype']}"
+        key = (f"{result['engine']} {result['version']}", result["shape"], form)
+        rows.setdefault(key, {})[result["context_len"]] = f"{result['tpot_ms_p50']:.2f}"
+    header = ["engine", "shape", "weights, KV cache", *(f"{n:,}, ms" for n in contexts)]
+    return _table(
+        header, [[*key, *(row.get(n, "") for n in contexts)] for key, row in rows.items()]
+    )
+
+
+def sanitizer_table(results: Results) -> str:
+    """What compute-sanitizer said of each kernel's tests."""
+    rows = [
+        [
+            result["tool"],
+            result["kernel"],
+            str(result["tests_passed"]),
+            result["closing_line"] or f"none, exit status {result['exit_status']}",
+            result["gpu"],
+            result["commit"] or "",
+            result["date"],
+        ]
+        for result in _of_kind(results, "sanitizer")
+    ]
+    header = ["tool", "kernel", "tests passed", "closing line", "GPU", "commit", "date"]
+    return _table(header, rows)
+
+
 def kernels_table(results: Results) -> str:
     """Each op of a decode step by itself; ops that read no cache once a shape and batch."""
     rows: dict[tuple[str, ...], list[str]] = {}
@@ -395,11 +428,13 @@ TABLES: Mapping[str, Callable[[Results], str]] = {
     "decode-short": short_decode_table,
     "kernels": kernels_table,
     "peers": peers_table,
+    "peers-short": short_peers_table,
+    "sanitizer": sanitizer_table,
     "attention": attention_table,
     "runs": runs_table,
 }
 
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/kv-cache.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/kv-cache.md", "docs/gpu-runs.md")
 """Texts with marked tables."""
 
 
