@@ -11,7 +11,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from sanitize import FOUND, GROUPS, ROOT, command, main, result
+from planted_fault import BODIES, FILE, NAME, sources
+from sanitize import FOUND, GROUPS, PLANTED, ROOT, TOOLS, command, main, result
+
+from subten.kernels.cuda import runtime
 
 
 def test_every_cuda_kernel_has_a_case():
@@ -51,6 +54,10 @@ def test_a_command():
     assert argv[0] == "sanitizer"
     assert argv[-1] == "(test_equals_two_launches_and_the_twin) and (128-4 or 64-5)"
     assert argv[argv.index("--port") + 1] == "49212"
+    assert command("sanitizer", "synccheck", PLANTED, 0)[-2:] == [
+        str(ROOT / "tools" / "planted_fault.py"),
+        "synccheck",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -83,6 +90,22 @@ def test_what_a_case_said(line, tests, status, passed):
     assert found["exit_status"] == status
 
 
+def test_a_planted_fault_has_to_be_found():
+    errors = "========= ERROR SUMMARY: 2 errors\n"
+    assert result(errors, FOUND, is_planted=True)["passed"]
+    assert not result("========= ERROR SUMMARY: 0 errors\n", 0, is_planted=True)["passed"]
+    assert not result("Traceback\n", 1, is_planted=True)["passed"]
+
+
+@pytest.mark.skipif(not runtime.has_compiler(), reason="needs cuda-bindings and NVRTC")
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_planted_fault_compiles(tool, monkeypatch):
+    assert set(BODIES) == set(TOOLS)
+    monkeypatch.setattr(runtime, "source_files", lambda: sources(tool))
+    cubin, symbol = runtime.compile_cubin(FILE, NAME, "sm_90a")
+    assert cubin and NAME in symbol
+
+
 def test_a_program_that_is_not_there(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["sanitize.py", "--sanitizer", "/no/such/program"])
     with pytest.raises(SystemExit):
@@ -94,7 +117,8 @@ def test_cases_beside_each_other_leave_records(tmp_path, monkeypatch, capsys):
     """Under a program that says what a clean tool says, but for one kernel."""
     program, out = tmp_path / "sanitizer", tmp_path / "out.json"
     program.write_text(
-        '#!/bin/sh\necho 7 passed\ncase "$*" in *racecheck*test_cuda_route*) n=1;; *) n=0;; esac\n'
+        '#!/bin/sh\ncase "$*" in *planted*) echo "= ERROR SUMMARY: 1 error"; exit 97;; esac\n'
+        'echo 7 passed\ncase "$*" in *racecheck*test_cuda_route*) n=1;; *) n=0;; esac\n'
         'echo "========= ERROR SUMMARY: $n errors"\n'
     )
     program.chmod(0o755)
@@ -103,8 +127,9 @@ def test_cases_beside_each_other_leave_records(tmp_path, monkeypatch, capsys):
     assert main() == 1
     records = json.loads(out.read_text())
     num_cuda = sum(not group.is_triton for group in GROUPS)
-    assert len(records) == len(GROUPS) + num_cuda
+    assert len(records) == len(GROUPS) + num_cuda + 2
     failed = [(record["tool"], record["kernel"]) for record in records if not record["passed"]]
     assert failed == [("racecheck", "route")]
-    assert all(record["tests_passed"] == 7 and record["date"] for record in records)
+    of_tests = [record for record in records if record["kernel"] != PLANTED.kernel]
+    assert all(record["tests_passed"] == 7 and record["date"] for record in of_tests)
     assert f"{len(records) - 1} of {len(records)} cases" in capsys.readouterr().out
