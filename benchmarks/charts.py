@@ -73,7 +73,7 @@ def kv_schemes(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Mean KL divergence over true bits of the schemes on one text, a panel for each model."""
     models = sorted({record["model"] for record in records})
     figure = Figure(figsize=(5.5 * len(models) + 2, 5), layout="constrained")
-    panels = figure.subplots(1, len(models), squeeze=False, sharey=True)[0]
+    panels = figure.subplots(1, len(models), squeeze=False, sharex=True, sharey=True)[0]
     named = {}
     for axes, model in zip(panels, models, strict=True):
         found = [r for r in records if r["model"] == model and r["kld_mean"] > 0]
