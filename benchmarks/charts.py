@@ -88,7 +88,7 @@ def kv_schemes(records: Sequence[Mapping[str, Any]], path: Path) -> None:
                 continue
             for row, place in zip(rows, places, strict=True):
                 axes.annotate(
-                    row["scheme"], place, (6, 4), textcoords="offset points", fontsize="small"
+                    row["scheme"], place, (6, -11), textcoords="offset points", fontsize="small"
                 )
         axes.set_yscale("log")
         axes.margins(x=0.08)

@@ -225,20 +225,20 @@ BARS: Sequence[tuple[tuple[str, int], Callable[[Found], list[list[str]]]]] = (
 
 
 MENU: Mapping[str, str] = {
-    "bf16": "nothing may be lost, and memory is no matter",
-    "fp8": "fast at any length; of a model whose keys have outliers less exact than `int8`",
-    "int8": "next to nothing may be lost at half the memory",
-    "int4": "speed: the fastest of all that keep text as it is, with a kernel of its own",
+    "bf16": "nothing may be lost; the yardstick of all others",
+    "int8": "next to nothing may be lost, at half the memory",
+    "fp8": "half the memory; less exact than `int8` on these models, no slower",
+    "int4": "speed, at a quarter of the memory",
+    "adaptive-4.5": "memory of `int4`, a fraction of its loss: the first to try where memory counts",
+    "adaptive-3.3": "nearly five times as many tokens as `bf16` holds",
+    "adaptive-2.7": "nearly six times as many; contexts from 1,024 tokens on",
+    "adaptive-2.3-cold": "seven times as many; contexts from 2,048 tokens on",
+    "int2": "speed alone, for a model that bears it; these do not",
+    "vq1.5": "cold pages of `adaptive`; alone it is no cache to read from",
     "int4_g32": "head dimensions that are no multiple of 16",
-    "int4_g64": "comparison with others",
-    "fp4": "comparison with others, or rows as NVFP4 has them",
-    "fp4_mx": "comparison with others, or rows as MXFP4 has them",
-    "adaptive-4.5": "memory of `int4` at a fraction of its loss",
-    "adaptive-3.3": "long contexts: five times as many tokens as `bf16`",
-    "adaptive-2.7": "contexts of 8,192 and more, six times as many tokens",
-    "adaptive-2.3-cold": "the least memory at which text stays what it was",
-    "int2": "speed alone; every row at 2 bits loses too much of small models",
-    "vq1.5": "as cold pages under `adaptive`; never alone",
+    "int4_g64": "comparison with others' INT4",
+    "fp4": "comparison with NVFP4",
+    "fp4_mx": "comparison with MXFP4",
 }
 """What `--kv-cache-dtype` takes (of `adaptive` with its budget), and when to."""
 
