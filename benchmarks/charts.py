@@ -88,10 +88,15 @@ def kv_schemes(records: Sequence[Mapping[str, Any]], path: Path) -> None:
                 continue
             for row, place in zip(rows, places, strict=True):
                 axes.annotate(
-                    row["scheme"], place, (6, -11), textcoords="offset points", fontsize="small"
+                    row["scheme"],
+                    place,
+                    xytext=(-6, -11),
+                    textcoords="offset points",
+                    fontsize="small",
+                    horizontalalignment="right",
                 )
         axes.set_yscale("log")
-        axes.margins(x=0.08)
+        axes.margins(x=0.13)
         axes.set_xlabel("true bits per cached element at the end of a window, all counted")
         axes.set_title(LABELS.get(model, model), fontsize="medium")
         axes.grid(visible=True, alpha=0.3)

@@ -229,7 +229,7 @@ MENU: Mapping[str, str] = {
     "int8": "next to nothing may be lost, at half the memory",
     "fp8": "half the memory; less exact than `int8` on these models, no slower",
     "int4": "speed, at a quarter of the memory",
-    "adaptive-4.5": "memory of `int4`, a fraction of its loss: the first to try where memory counts",
+    "adaptive-4.5": "memory of `int4`, a fraction of its loss: first to try where memory counts",
     "adaptive-3.3": "nearly five times as many tokens as `bf16` holds",
     "adaptive-2.7": "nearly six times as many; contexts from 1,024 tokens on",
     "adaptive-2.3-cold": "seven times as many; contexts from 2,048 tokens on",
