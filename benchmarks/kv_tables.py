@@ -63,26 +63,32 @@ def schemes_table(results: Results) -> str:
 
 def needles_table(results: Results) -> str:
     """Needles found, of those at each depth from the first to the last, by length of the text."""
-    records = sorted(of_kind(results, "kv_needles"), key=_scheme_key)
+    records = of_kind(results, "kv_needles")
     windows = sorted({row["window"] for row in records})
-    rows: dict[tuple[str, str], dict[int, list[str]]] = {}
+    cells: dict[tuple[str, str], dict[int, tuple[float, str]]] = {}
     for row in records:
         each = row["num_needles"] // len(row["depths"])
-        exact = [f"{row['model']}, {each} a depth", "bf16"]
-        for key, bits, shares in (
-            ((*exact,), 16.0, row["found_reference"]),
-            ((exact[0], _bold(row)), row["true_bits"], row["found"]),
+        model = f"{row['model']}, {each} a depth"
+        for name, bits, shares in (
+            ("bf16", 16.0, row["found_reference"]),
+            (_bold(row), row["true_bits"], row["found"]),
         ):
             found = " ".join(str(round(share * each)) for share in shares)
-            rows.setdefault((key[0], key[1]), {})[row["window"]] = [f"{bits:.2f}", found]
-    shown = [
-        [*key, *(cell for window in windows for cell in of.get(window, ["", ""]))]
-        for key, of in rows.items()
-    ]
+            cells.setdefault((model, name), {})[row["window"]] = (bits, found)
+    # By model, then by bits in the longest text.
+    order = sorted(cells, key=lambda key: (key[0], -cells[key][max(cells[key])][0]))
+    rows = []
+    for key in order:
+        shown = [cells[key].get(window) for window in windows]
+        rows.append([*key, *(text for cell in shown for text in _bits_and_found(cell))])
     header = ["model", "scheme (bold: ours)"]
     for window in windows:
         header += [f"bits at {window}", f"found in {window}"]
-    return table(header, shown)
+    return table(header, rows)
+
+
+def _bits_and_found(cell: tuple[float, str] | None) -> tuple[str, str]:
+    return ("", "") if cell is None else (f"{cell[0]:.2f}", cell[1])
 
 
 def generation_table(results: Results) -> str:
@@ -253,10 +259,11 @@ def menu_table(results: Results) -> str:
         if (row["text"], row["window"]) == WIKI
     }
     speed = _times_fp8(results)
+    twin = {"fp4": "nvfp4", "fp4_mx": "mxfp4"}  # The same codes, as others call them.
     rows = []
     for name, when in MENU.items():
         is_adaptive = name.startswith("adaptive-")
-        exact = ["0", ""] if name == "bf16" else ["", ""]
+        exact = "0" if name == "bf16" else ""
         options = f"`{name}`"
         if is_adaptive:
             budget, _, cold = name.removeprefix("adaptive-").partition("-")
@@ -265,7 +272,8 @@ def menu_table(results: Results) -> str:
         else:
             assert name in CODECS, name
             sizes = [f"{kv_format(name, dim).page_bytes / PAGE_SIZE:g}" for dim in (64, 128)]
-        costs = [cost.get((model, name), exact[0]) for model in models]
+        known = [name, twin.get(name, name)]
+        costs = [next((cost[m, n] for n in known if (m, n) in cost), exact) for m in models]
         rows.append([options, when, *sizes, *costs, speed.get(name.partition("-")[0], "")])
     header = ["`--kv-cache-dtype`", "when to use it", "bytes at 64", "at 128"]
     header += [f"{model}: perplexity, KLD" for model in models]

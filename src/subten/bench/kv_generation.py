@@ -46,7 +46,7 @@ class GenerationQuality:
     ppl: float
     ppl_quarters: list[float]
     same_as_reference: int
-    text: str
+    answer: str
 
     def as_dict(self) -> dict[str, Any]:
         """The fields by name, for JSON."""
@@ -88,7 +88,7 @@ def evaluate_generation(
             ppl=math.exp(float(nll.mean())),
             ppl_quarters=[math.exp(float(part.mean())) for part in nll.split(size)],
             same_as_reference=same,
-            text=text,
+            answer=text,
         )
 
 
