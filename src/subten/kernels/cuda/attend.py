@@ -122,8 +122,8 @@ def plan_decode(
     Plans of the first tier are those with which a whole layer is fastest, or nearly, at 1k, 32k and
     128k tokens (benchmarks/plans/h200-attend-layer.json). Two stages and no more: an SM that has
     given its shared memory to attention has little L1 left for the weights of the kernels around.
-    By itself attention would rather have deeper rings (h200-attend-fills.json). Polling saves 0.5 to
-    2.2 us wherever there is something to merge.
+    By itself attention would rather have deeper rings (h200-attend-fills.json). Polling saves 0.5
+    to 2.2 us wherever there is something to merge.
 
     A single split, which merges nothing, is not the fastest even at 1k: a merge of four costs what
     their parallel work saves.
