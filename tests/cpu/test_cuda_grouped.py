@@ -6,16 +6,12 @@ On a CPU the kernels' own source runs in an emulator, lane by lane.
 from __future__ import annotations
 
 import ctypes
-import functools
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_launcher import EMULATION, SOURCES, refuse_launch, use_kernels
+from cuda_launcher import emulator, refuse_launch, use_kernels
 
 from conftest import assert_close
 from subten.kernels.cuda import experts as cuda_experts
@@ -45,28 +41,12 @@ LARGE = GroupedPlan(tiles=4, warps=2, depth=2, blocks=1)
 """So does it this one: two pairs of tiles, one of which most loads leave out."""
 
 
-@functools.cache
-def emulator() -> ctypes.CDLL:
-    """grouped.cu compiled for the CPU, every thread of a block a fiber."""
-    folder = tempfile.mkdtemp(prefix="subten-emulator-")
-    library = Path(folder) / "grouped.so"
-    command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing"]
-    command += ["-Wall", "-Wno-unknown-pragmas", "-Werror", "-shared", "-fPIC"]
-    command += [f"-I{folder}" for folder in (GROUPED_EMULATION, EMULATION, SOURCES)]
-    command += [str(GROUPED_EMULATION / "emulate.cpp"), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    loaded = ctypes.CDLL(str(library))
-    shutil.rmtree(folder)
-    return loaded
-
-
 def emulated_launch(source, name, grid, block, args, *, device, shared_bytes=0, pdl=False):
     """`runtime.launch` of grouped.cu on the CPU."""
     assert source == "grouped.cu" and device.type == "cpu" and isinstance(pdl, bool), source
     values = [runtime.pack_argument(arg) for arg in args]
     pointers = runtime.pointer_array(values)
-    failed = emulator().emulate(name.encode(), *grid, 1, 1, block, shared_bytes, pointers)
+    failed = emulator(GROUPED_EMULATION).emulate(name.encode(), *grid, 1, 1, block, shared_bytes, pointers)
     assert not failed, f"the emulator does not hold {name}"
 
 
@@ -233,7 +213,7 @@ def test_codes_are_decoded_exactly(weight_format, device):
     num_units = FORMATS[weight_format].codes // 8
     pairs = torch.empty(len(byte), num_units * 4, dtype=torch.int32)
     for row, out in zip(byte, pairs, strict=True):
-        failed = emulator().decode(
+        failed = emulator(GROUPED_EMULATION).decode(
             weight_format.encode(),
             ctypes.c_void_p(row.data_ptr()),
             ctypes.c_void_p(out.data_ptr()),

@@ -30,7 +30,7 @@ inline std::map<int, Copies> copies;  // by thread; all waited for when a block 
 }  // namespace emulation
 
 using SharedAt = u8*;
-inline SharedAt shared_at(u8* at) { return at; }
+inline SharedAt shared_at(const void* at) { return static_cast<u8*>(const_cast<void*>(at)); }
 
 inline void copy16(SharedAt to, const void* from) {
     if (((uintptr_t)to | (uintptr_t)from) % 16 || !emulation::has_waited[emulation::current]) {
