@@ -164,6 +164,27 @@ def test_all_tokens_to_the_last_expert(randn, weight_format, num_tokens):
     case.check(case.run(LARGE))
 
 
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize(("plan", "num_sms"), [(PLANS[1], 1), (PLANS[3], 5), (LARGE, 2)], ids=str)
+@pytest.mark.usefixtures("kernels", "poisoned")
+def test_blocks_walk_over_items(monkeypatch, randn, generator, weight_format, plan, num_sms):
+    """The bits of a block for each item, whoever takes it and whatever came before."""
+    dim, hidden = SHAPES[weight_format]
+    case = Case(
+        randn,
+        distinct_ids(generator, 26, 6, 3) % 4,
+        E=6,
+        D=dim,
+        hidden=hidden,
+        weight_format=weight_format,
+        residual_dtype=torch.float32,
+    )
+    expected_TD = case.run(plan)
+    monkeypatch.setattr(cuda_grouped, "NUM_SMS", num_sms)
+    assert torch.equal(case.run(plan), expected_TD)
+    case.check(expected_TD)
+
+
 @pytest.mark.usefixtures("kernels")
 def test_a_token_has_the_same_bits_in_any_company(randn, generator):
     ids_TK = distinct_ids(generator, 21, 3, 2)

@@ -16,37 +16,45 @@
 
 #define NUM_STAGES 3
 
-// A tile of an expert's sorted assignments: `count` of them from position `first`, at most `most`.
+// A tile of an expert's sorted assignments: `count` of them from position `first`, at most `most`;
+// and the part of the rows that goes with it.
 struct Tile {
-    int expert, first, count;
+    int expert, first, count, part;
 };
 
-// Which tile and which part of the rows a block takes: parts run slowest, so that tiles of an
-// expert meet in L2 and blocks without work come last. Every block counts the tiles of all experts
-// again from their E + 1 starts, which it leaves in `starts`, so that no host has to know them.
-// False for a block without work.
-INLINE bool find_tile(Tile& tile, int& part, int* starts, const int* start, int num_experts,
-                      int num_parts, int most, int thread, int num_threads) {
-    for (int i = thread; i <= num_experts; i += num_threads) starts[i] = load_from_l2(start + i);
-    __syncthreads();
-    const int lane = thread % WARP, each = (num_experts + WARP - 1) / WARP;
-    auto tiles_of = [&](int e) {
+// The tiles of all experts, counted by every block from their E + 1 starts, so that no host has to
+// know them. An item is a tile and a part: parts run slowest, so that tiles of an expert meet in L2.
+struct Tiles {
+    const int* starts;
+    int num_experts, most, lane, each, own, up_to, num_tiles;
+
+    // Leaves the starts in `to`. All threads of a block call it together.
+    INLINE Tiles(int* to, const int* start, int all_experts, int at_most, int thread,
+                 int num_threads) {
+        starts = to, num_experts = all_experts, most = at_most, lane = thread % WARP;
+        for (int i = thread; i <= num_experts; i += num_threads) to[i] = load_from_l2(start + i);
+        __syncthreads();
+        each = (num_experts + WARP - 1) / WARP;
+        own = 0;
+        for (int i = 0; i < each; ++i) own += tiles_of(lane * each + i);
+        up_to = sum_to_lane(own, lane), num_tiles = from_lane(up_to, WARP - 1);
+    }
+
+    INLINE int tiles_of(int e) const {
         return e < num_experts ? (starts[e + 1] - starts[e] + most - 1) / most : 0;
-    };
-    int own = 0;
-    for (int i = 0; i < each; ++i) own += tiles_of(lane * each + i);
-    const int up_to = sum_to_lane(own, lane), num_tiles = from_lane(up_to, WARP - 1);
-    part = blockIdx.x / num_tiles;
-    if (part >= num_parts) return false;
-    const int index = blockIdx.x % num_tiles;
-    const int owner = lowest_bit(lanes_where(up_to > index));
-    int left = index - (from_lane(up_to, owner) - from_lane(own, owner));
-    int e = owner * each;
-    for (; left >= tiles_of(e); ++e) left -= tiles_of(e);
-    const int first = starts[e] + left * most, rest = starts[e + 1] - first;
-    tile = {e, first, rest < most ? rest : most};
-    return true;
-}
+    }
+
+    // All lanes of a warp call it together.
+    INLINE Tile find(int item) const {
+        const int index = item % num_tiles;
+        const int owner = lowest_bit(lanes_where(up_to > index));
+        int left = index - (from_lane(up_to, owner) - from_lane(own, owner));
+        int e = owner * each;
+        for (; left >= tiles_of(e); ++e) left -= tiles_of(e);
+        const int first = starts[e] + left * most, rest = starts[e + 1] - first;
+        return {e, first, rest < most ? rest : most, item / num_tiles};
+    }
+};
 
 template <class Format, int NT, int WARPS, int DEPTH>
 struct Product : Sums<Format, NT> {
@@ -62,44 +70,57 @@ struct Product : Sums<Format, NT> {
     static constexpr int COPIES = (COLUMNS + AT_ONCE - 1) / AT_ONCE;
     static_assert(AT_ONCE > 0, "a stage of a token has more units than the block threads");
 
-    // Columns of `x` are rows of `units` units, `row_of(column)` saying which. `wait` runs when the
-    // first weights are asked for.
-    template <class Wait, class RowOf>
-    INLINE void run(Cursor<Format>& cursor, u8* stages, const u16* x, int dim, int num_columns,
-                    int thread, Wait wait, RowOf row_of) {
-        const int lane = thread % WARP, units = dim / 8;
-        const int num_blocks = dim / (4 * Format::CODES);
-        Block<Format> ring[DEPTH];
+    u8* stages;
+    const u16* x;
+    int units, num_blocks, thread;
+    Block<Format> ring[DEPTH];
+    int from[COPIES];  // in units; -1 where there is no column
+    int into, copied;  // the stage to fill, and the first unit to fill it with
+
+    INLINE Product(u8* all_stages, const u16* all_x, int dim, int own_thread) {
+        stages = all_stages, x = all_x, thread = own_thread;
+        units = dim / 8, num_blocks = dim / (4 * Format::CODES);
+    }
+
+    INLINE void ask(Cursor<Format>& cursor) {
 #pragma unroll
         for (int s = 0; s < DEPTH; ++s)
             if (s < num_blocks) cursor.load(ring[s]);
-        wait();
+    }
+
+    // Starts the first copies of columns, rows of `x`, `row_of(column)` saying which. Nobody may
+    // still read the stages.
+    template <class RowOf>
+    INLINE void copy_first(int num_columns, RowOf row_of) {
         const int own_column = thread / STAGE_UNITS, own_unit = thread % STAGE_UNITS;
-        int from[COPIES];  // in units; -1 where there is no column
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
             const int column = own_column + i * AT_ONCE;
             const bool is_inside = own_column < AT_ONCE && column < num_columns;
             from[i] = is_inside ? row_of(column) * units + own_unit : -1;
         }
-        const SharedAt to =
-            shared_at(stages) + own_column * ROW_BYTES + this->unit_byte(own_unit);
-        const int num_chunks = (num_blocks + DEPTH - 1) / DEPTH;
-        int into = 0, copied = 0;  // the stage to fill, and the first unit to fill it with
-        auto copy = [&] {
-            if (copied + own_unit < units) {
+        into = copied = 0;
+        copy();
+        copy();
+    }
+
+    INLINE void copy() {
+        const int own_unit = thread % STAGE_UNITS;
+        if (copied + own_unit < units) {
+            const SharedAt to = shared_at(stages) + thread / STAGE_UNITS * ROW_BYTES +
+                                this->unit_byte(own_unit) + into;
 #pragma unroll
-                for (int i = 0; i < COPIES; ++i)
-                    if (from[i] >= 0)
-                        copy16(to + into + i * (AT_ONCE * ROW_BYTES),
-                               x + (i64)(from[i] + copied) * 8);
-            }
-            end_copies();
-            copied += STAGE_UNITS;
-            into = into < (NUM_STAGES - 1) * STAGE_BYTES ? into + STAGE_BYTES : 0;
-        };
-        copy();
-        copy();
+            for (int i = 0; i < COPIES; ++i)
+                if (from[i] >= 0)
+                    copy16(to + i * (AT_ONCE * ROW_BYTES), x + (i64)(from[i] + copied) * 8);
+        }
+        end_copies();
+        copied += STAGE_UNITS;
+        into = into < (NUM_STAGES - 1) * STAGE_BYTES ? into + STAGE_BYTES : 0;
+    }
+
+    INLINE void run(Cursor<Format>& cursor, int num_columns) {
+        const int lane = thread % WARP, num_chunks = (num_blocks + DEPTH - 1) / DEPTH;
         this->clear();
         const int num_tiles = (num_columns + 7) / 8;
         const u8* own = stages + lane / 4 * ROW_BYTES + lane % 4 * 16;
@@ -120,6 +141,16 @@ struct Product : Sums<Format, NT> {
         }
     }
 };
+
+// The assignments of a tile's columns, copied into shared memory; they come with the next group.
+INLINE void copy_ids(int* to, const int* order, const Tile& tile, int thread) {
+    if (thread < tile.count) copy4(shared_at(to + thread), order + tile.first + thread);
+}
+
+INLINE void swap(int*& a, int*& b) {
+    int* const other = a;
+    a = b, b = other;
+}
 
 INLINE void store_pair(u16* to, float low, float high) {
     *reinterpret_cast<u32*>(to) = pack_bf16(low, high);
@@ -148,41 +179,65 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     // Only now: `grouped_down_kernel` reads the starts before it waits for this kernel, and they
     // are final once a block of this kernel has got past its own wait.
     launch_dependents();
-    Tile tile;
-    int part;
-    const int num_parts = (hidden + 16 * WARPS - 1) / (16 * WARPS);
     int* starts = reinterpret_cast<int*>(dynamic_shared + NUM_STAGES * Tokens::STAGE_BYTES);
-    if (!find_tile(tile, part, starts, start, num_experts, num_parts, Tokens::COLUMNS, thread,
-                   Tokens::THREADS))
-        return;
-    const int own_feature = (part * WARPS + warp) * 16;
-    const int feature = (own_feature < hidden ? own_feature : hidden - 16) + lane / 4 * 2;
-    const i64 row = (i64)tile.expert * 2 * hidden + feature;
-    Cursor<Format> cursor(codes, scale, row, {hidden, 1}, dim, lane);
-    Tokens tokens;
-    tokens.run(cursor, dynamic_shared, h, dim, tile.count, thread, [] {},
-               [&](int column) { return load_from_l2(order + tile.first + column) / top_k; });
+    int* ids = starts + num_experts + 1;
+    const Tiles tiles(starts, start, num_experts, Tokens::COLUMNS, thread, Tokens::THREADS);
+    const int num_items = tiles.num_tiles * ((hidden + 16 * WARPS - 1) / (16 * WARPS));
+    int item = blockIdx.x;
+    if (item >= num_items) return;
+    auto feature_of = [&](const Tile& tile) { return (tile.part * WARPS + warp) * 16; };
+    auto row_of = [&](const Tile& tile) {
+        const int own = feature_of(tile);
+        return (i64)tile.expert * 2 * hidden + (own < hidden ? own : hidden - 16) + lane / 4 * 2;
+    };
+    Tile tile = tiles.find(item);
+    Cursor<Format> cursor(codes, scale, row_of(tile), {hidden, 1}, dim, lane);
+    Tokens tokens(dynamic_shared, h, dim, thread);
+    tokens.ask(cursor);
+    copy_ids(ids, order, tile, thread);
+    end_copies();
+    wait_copies<0>();
+    __syncthreads();
+    tokens.copy_first(tile.count, [&](int column) { return ids[column] / top_k; });
+    for (int* next_ids = ids + Tokens::COLUMNS;; swap(ids, next_ids)) {
+        item += gridDim.x;
+        const bool has_next = item < num_items;
+        const Tile next = has_next ? tiles.find(item) : tile;
+        if (has_next) copy_ids(next_ids, order, next, thread);
+        tokens.run(cursor, tile.count);
 
-    if (own_feature >= hidden) return;
-    float row_scale[2][2] = {{1, 1}, {1, 1}};
-    if constexpr (Format::HAS_ROW_SCALE) {
-        const float* own_scale = reinterpret_cast<const float*>(scale) + row;
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            row_scale[i / 2][i % 2] = load_constant_float(own_scale + i / 2 + i % 2 * hidden);
-    }
-#pragma unroll
-    for (int c = 0; c < 2 * NT; ++c) {
-        const int column = c / 2 * 8 + lane % 4 * 2 + c % 2;
-        if (column >= tile.count) continue;
-        float value[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float gate = tokens.sum[c / 2][i][c % 2] * row_scale[i][0];
-            const float up = tokens.sum[c / 2][i][c % 2 + 2] * row_scale[i][1];
-            value[i] = gate * rough_reciprocal(1.0f + exponential(-gate)) * up;
+        // The next item's weights and tokens are on their way while this one ends.
+        const i64 row = row_of(tile);
+        if (has_next) {
+            cursor = Cursor<Format>(codes, scale, row_of(next), {hidden, 1}, dim, lane);
+            tokens.ask(cursor);
+            wait_copies<0>();
+            __syncthreads();
+            tokens.copy_first(next.count, [&](int column) { return next_ids[column] / top_k; });
         }
-        store_pair(act + (i64)(tile.first + column) * hidden + feature, value[0], value[1]);
+        const int own_feature = feature_of(tile), feature = own_feature + lane / 4 * 2;
+        float row_scale[2][2] = {{1, 1}, {1, 1}};
+        if constexpr (Format::HAS_ROW_SCALE) {
+            const float* own_scale = reinterpret_cast<const float*>(scale) + row;
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                row_scale[i / 2][i % 2] = load_constant_float(own_scale + i / 2 + i % 2 * hidden);
+        }
+#pragma unroll
+        for (int c = 0; c < 2 * NT; ++c) {
+            const int column = c / 2 * 8 + lane % 4 * 2 + c % 2;
+            if (column >= tile.count || own_feature >= hidden) continue;
+            float value[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float gate = tokens.sum[c / 2][i][c % 2] * row_scale[i][0];
+                const float up = tokens.sum[c / 2][i][c % 2 + 2] * row_scale[i][1];
+                value[i] = gate * rough_reciprocal(1.0f + exponential(-gate)) * up;
+            }
+            store_pair(act + (i64)(tile.first + column) * hidden + feature, value[0], value[1]);
+        }
+        if (!has_next) return;
+        tile = next;
     }
 }
 
@@ -204,39 +259,60 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     // Starts and weights may be read here if the kernel before is `grouped_up_kernel`, which lets
     // this one begin after its own wait: so that weights are on their way while it ends.
     if (!has_early_starts) wait_for_previous_kernels();
-    Tile tile;
-    int part;
-    const int num_parts = (dim + 32 * WARPS - 1) / (32 * WARPS);
     int* starts = reinterpret_cast<int*>(dynamic_shared + NUM_STAGES * Tokens::STAGE_BYTES);
-    if (!find_tile(tile, part, starts, start, num_experts, num_parts, Tokens::COLUMNS, thread,
-                   Tokens::THREADS)) {
+    int* ids = starts + num_experts + 1;
+    const Tiles tiles(starts, start, num_experts, Tokens::COLUMNS, thread, Tokens::THREADS);
+    const int num_items = tiles.num_tiles * ((dim + 32 * WARPS - 1) / (32 * WARPS));
+    int item = blockIdx.x;
+    if (item >= num_items) {
         wait_for_previous_kernels();
         return;
     }
-    const int own_row = (part * WARPS + warp) * 32;
-    const int row = (own_row < dim ? own_row : dim - 32) + lane / 4 * 4;
-    const i64 weight_row = (i64)tile.expert * dim + row;
-    Cursor<Format> cursor(codes, scale, weight_row, {1, 2}, hidden, lane);
-    Tokens tokens;
-    tokens.run(cursor, dynamic_shared, act, hidden, tile.count, thread,
-               [] { wait_for_previous_kernels(); },
-               [&](int column) { return tile.first + column; });
+    auto own_row_of = [&](const Tile& tile) { return (tile.part * WARPS + warp) * 32; };
+    auto row_of = [&](const Tile& tile) {
+        const int own = own_row_of(tile);
+        return (i64)tile.expert * dim + (own < dim ? own : dim - 32) + lane / 4 * 4;
+    };
+    Tile tile = tiles.find(item);
+    Cursor<Format> cursor(codes, scale, row_of(tile), {1, 2}, hidden, lane);
+    Tokens tokens(dynamic_shared, act, hidden, thread);
+    tokens.ask(cursor);
+    wait_for_previous_kernels();
+    copy_ids(ids, order, tile, thread);
+    tokens.copy_first(tile.count, [&](int column) { return tile.first + column; });
+    for (int* next_ids = ids + Tokens::COLUMNS;; swap(ids, next_ids)) {
+        tokens.run(cursor, tile.count);
 
-    if (own_row >= dim) return;
-    float row_scale[4] = {1, 1, 1, 1};
-    if constexpr (Format::HAS_ROW_SCALE) {
-        const float* own_scale = reinterpret_cast<const float*>(scale) + weight_row;
+        // The next item's weights and tokens are on their way while this one ends.
+        item += gridDim.x;
+        const bool has_next = item < num_items;
+        const Tile next = has_next ? tiles.find(item) : tile;
+        const i64 weight_row = row_of(tile);
+        if (has_next) {
+            cursor = Cursor<Format>(codes, scale, row_of(next), {1, 2}, hidden, lane);
+            tokens.ask(cursor);
+            __syncthreads();
+            copy_ids(next_ids, order, next, thread);
+            tokens.copy_first(next.count, [&](int column) { return next.first + column; });
+        }
+        const int own_row = own_row_of(tile), row = own_row + lane / 4 * 4;
+        float row_scale[4] = {1, 1, 1, 1};
+        if constexpr (Format::HAS_ROW_SCALE) {
+            const float* own_scale = reinterpret_cast<const float*>(scale) + weight_row;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) row_scale[i] = load_constant_float(own_scale + i);
-    }
+            for (int i = 0; i < 4; ++i) row_scale[i] = load_constant_float(own_scale + i);
+        }
 #pragma unroll
-    for (int c = 0; c < 2 * NT; ++c) {
-        const int column = c / 2 * 8 + lane % 4 * 2 + c % 2;
-        if (column >= tile.count) continue;
-        u16* to = y + (i64)load_from_l2(order + tile.first + column) * dim + row;
-        const float(&first)[4] = tokens.sum[c / 2][0], (&second)[4] = tokens.sum[c / 2][1];
-        store_pair(to, first[c % 2] * row_scale[0], first[c % 2 + 2] * row_scale[1]);
-        store_pair(to + 2, second[c % 2] * row_scale[2], second[c % 2 + 2] * row_scale[3]);
+        for (int c = 0; c < 2 * NT; ++c) {
+            const int column = c / 2 * 8 + lane % 4 * 2 + c % 2;
+            if (column >= tile.count || own_row >= dim) continue;
+            u16* to = y + (i64)ids[column] * dim + row;
+            const float(&first)[4] = tokens.sum[c / 2][0], (&second)[4] = tokens.sum[c / 2][1];
+            store_pair(to, first[c % 2] * row_scale[0], first[c % 2 + 2] * row_scale[1]);
+            store_pair(to + 2, second[c % 2] * row_scale[2], second[c % 2 + 2] * row_scale[3]);
+        }
+        if (!has_next) return;
+        tile = next;
     }
 }
 

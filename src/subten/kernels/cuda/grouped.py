@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from subten.kernels.cuda import runtime
-from subten.kernels.cuda.gemv import FLOAT_DTYPES, has_rows, is_plain
+from subten.kernels.cuda.gemv import FLOAT_DTYPES, NUM_SMS, has_rows, is_plain
 from subten.kernels.route import Routing
 from subten.kernels.weight_formats import Weight
 
@@ -53,7 +53,7 @@ class GroupedPlan:
 
     A block takes up to 8 * `tiles` tokens of an expert and 32 rows of weights for each of its
     `warps`; a warp keeps 2 * `depth` KiB of weights in flight; `blocks` of them fit an SM, by
-    registers.
+    registers, and so many an SM are launched, each taking one item of work after another.
     """
 
     tiles: int
@@ -67,9 +67,10 @@ class GroupedPlan:
         return 8 * self.tiles
 
     def shared_bytes(self, weight_format: GroupedFormat, num_experts: int) -> int:
-        """Of a block: stages of rows that are an odd number of 64 bytes, and experts' starts."""
+        """Of a block: stages of rows that are an odd number of 64 bytes, experts' starts, and the
+        assignments of two tiles."""
         row_bytes = -(-self.depth * 2 * weight_format.block // 128) * 128 + 64
-        return NUM_STAGES * self.columns * row_bytes + 4 * (num_experts + 1)
+        return NUM_STAGES * self.columns * row_bytes + 4 * (num_experts + 1 + 2 * self.columns)
 
 
 SHARES: Mapping[tuple[str, str], tuple[int, int, int]] = {
@@ -277,9 +278,14 @@ def suits(routing: Routing, gate_up: Weight, down: Weight, residual_TD: torch.Te
 def _num_blocks(
     num_assignments: int, num_experts: int, num_rows: int, rows_warp: int, plan: GroupedPlan
 ) -> int:
-    """Parts of the rows, times full tiles and for each expert with tokens one that is not full."""
+    """One for each item there may be, or as many as the SMs hold, which then walk over them.
+
+    Items are parts of the rows, times full tiles and for each expert with tokens one that is not
+    full.
+    """
     max_tiles = num_assignments // plan.columns + min(num_experts, num_assignments)
-    return max_tiles * -(-num_rows // (rows_warp * plan.warps))
+    max_items = max_tiles * -(-num_rows // (rows_warp * plan.warps))
+    return min(max_items, NUM_SMS * plan.blocks)
 
 
 def kernel_name(kernel: str, weight_format: str, plan: GroupedPlan) -> str:

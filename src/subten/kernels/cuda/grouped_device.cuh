@@ -14,10 +14,13 @@ INLINE SharedAt shared_at(const void* at) {
     return address;
 }
 
-// Starts a copy of 16 bytes from global to shared memory, past L1. A thread's copies since its last
-// `end_copies` are a group.
+// Starts a copy of 16 bytes from global to shared memory, past L1, or of 4 through it. A thread's
+// copies since its last `end_copies` are a group.
 INLINE void copy16(SharedAt to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+INLINE void copy4(SharedAt to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 INLINE void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

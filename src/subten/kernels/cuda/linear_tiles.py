@@ -33,6 +33,9 @@ measured."""
 TILES = (2, 4, 8)
 """Tiles of 8 tokens that a block may hold."""
 
+MAX_SLICE = 2048
+"""Inputs of a block, as far as a rule goes: so many of 32 tokens leave room for sums."""
+
 MAX_NORMED_SLICE = 1024
 """Inputs of a block up to which it norms them itself, from float32 in shared memory."""
 
@@ -79,7 +82,7 @@ class TilePlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Shape:
+class LaunchShape:
     """A launch for so many tokens: tiles of 8 a block, tiles of that size, lanes, bytes."""
 
     tiles: int
@@ -114,15 +117,15 @@ def plan_tiles(num_rows: int, dim: int, weight_format: str) -> TilePlan:
     best, least = None, 0.0
     for slices in (1, 2, 4):
         warps_n = -(-strips // (NUM_SMS // slices))
-        if warps_n > 10 or slices > num_blocks:
+        if warps_n > 12 or slices > num_blocks or dim > MAX_SLICE * slices:
             continue
         busiest = (warps_n * TILE_ROWS * row_bytes + 32 * 4 * dim) / slices
         if best is None or busiest < least:
             best, least = (slices, warps_n), busiest
     if best is None:
-        best = (max(1, min(num_blocks, -(-dim // 2048))), 4)
+        best = (min(8, num_blocks, -(-dim // MAX_SLICE)), 4)
     slices, warps_n = best
-    warps_k = max(1, min(10 // warps_n, num_blocks // slices))
+    warps_k = next(k for k in (8, 4, 2, 1) if k == 1 or k <= min(12 // warps_n, num_blocks // slices))
     return TilePlan(slices=slices, warps_n=warps_n, warps_k=warps_k, depth=4)
 
 
@@ -155,7 +158,7 @@ def linear(
     ):
         x_TK, norm_weight_K = rms_norm(x_TK, norm_weight_K, eps=eps), None
     is_normed = norm_weight_K is not None
-    shape = _shape(num_tokens, num_rows, dim, weight.format, plan, is_normed=is_normed)
+    shape = launch_shape(num_tokens, num_rows, dim, weight.format, plan, is_normed=is_normed)
     runtime.launch(
         "linear_tiles.cu",
         kernel_name(weight.format, shape.tiles, plan, is_normed=is_normed),
@@ -194,7 +197,8 @@ def kernel_name(weight_format: str, tiles: int, plan: TilePlan, *, is_normed: bo
     """The kernel's instance in C++."""
     # 64 tokens' sums leave registers for less of a ring.
     depth = min(plan.depth, 2) if tiles == 8 else plan.depth
-    parameters = (FORMATS[weight_format].struct, tiles, plan.warps, depth, str(is_normed).lower())
+    struct = FORMATS[weight_format].struct
+    parameters = (struct, tiles, plan.warps, depth, str(is_normed).lower())
     return f"linear_tiles_kernel<{', '.join(map(str, parameters))}>"
 
 
@@ -229,9 +233,9 @@ def suits(
     )
 
 
-def _shape(
+def launch_shape(
     num_tokens: int, num_rows: int, dim: int, weight_format: str, plan: TilePlan, *, is_normed: bool
-) -> _Shape:
+) -> LaunchShape:
     """The smallest tile of tokens that holds them all, or the largest that fits an SM."""
     block = FORMATS[weight_format].block
     slice_inputs, num_groups = plan.slice_inputs(dim, block), -(-num_rows // plan.rows)
@@ -247,7 +251,7 @@ def _shape(
         else:
             sum_floats = 2 * buffer_floats
         raw_floats = min(num_tokens, 8 * tiles) * slice_inputs if is_normed else 0
-        shape = _Shape(
+        shape = LaunchShape(
             tiles=tiles,
             num_tiles=num_tiles,
             lanes=lanes,
