@@ -195,8 +195,9 @@ def linear(
 
 def kernel_name(weight_format: str, tiles: int, plan: TilePlan, *, is_normed: bool) -> str:
     """The kernel's instance in C++."""
-    # 64 tokens' sums leave registers for less of a ring.
-    depth = min(plan.depth, 2) if tiles == 8 else plan.depth
+    # Sums of 64 tokens, or of groups of many warps, leave registers for less of a ring.
+    is_short = tiles == 8 or (weight_format == "int4" and plan.warps > 8)
+    depth = min(plan.depth, 2) if is_short else plan.depth
     struct = FORMATS[weight_format].struct
     parameters = (struct, tiles, plan.warps, depth, str(is_normed).lower())
     return f"linear_tiles_kernel<{', '.join(map(str, parameters))}>"
@@ -240,7 +241,9 @@ def launch_shape(
     block = FORMATS[weight_format].block
     slice_inputs, num_groups = plan.slice_inputs(dim, block), -(-num_rows // plan.rows)
     fitting = None
-    for tiles in TILES:
+    # Sums of 64 tokens, twice for groups, are too many for 168 registers.
+    has_room = weight_format != "int4" or plan.warps <= 8
+    for tiles in TILES if has_room else TILES[:-1]:
         num_tiles = -(-num_tokens // (8 * tiles))
         lanes = num_groups
         if num_groups * plan.slices > NUM_SMS:
