@@ -142,13 +142,31 @@ struct Product : Sums<Format, NT> {
     }
 };
 
-// The assignments of a tile's columns, copied into shared memory; they come with the next group.
-INLINE void copy_ids(int* to, const int* order, const Tile& tile, int thread) {
-    if (thread < tile.count) copy4(shared_at(to + thread), order + tile.first + thread);
+// What a block needs of an item besides weights and tokens, in shared memory, by copies that come
+// with the next group: the assignments of its columns, and the scales of its rows, 32 a warp.
+template <class Tokens>
+struct Aside {
+    int* ids;
+
+    INLINE float* scales() const { return reinterpret_cast<float*>(ids + Tokens::COLUMNS); }
+
+    INLINE Aside other() const { return {ids + Tokens::COLUMNS + Tokens::THREADS}; }
+
+    // `scale`: of the thread's row, or null.
+    INLINE void copy(const int* order, const Tile& tile, const float* scale, int thread) const {
+        if (thread < tile.count) copy4(shared_at(ids + thread), order + tile.first + thread);
+        if (scale) copy4(shared_at(scales() + thread), scale);
+    }
+};
+
+template <class Format>
+INLINE const float* scale_of(const void* scale, i64 row) {
+    return Format::HAS_ROW_SCALE ? reinterpret_cast<const float*>(scale) + row : nullptr;
 }
 
-INLINE void swap(int*& a, int*& b) {
-    int* const other = a;
+template <class T>
+INLINE void swap(T& a, T& b) {
+    const T other = a;
     a = b, b = other;
 }
 
@@ -180,48 +198,58 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     // are final once a block of this kernel has got past its own wait.
     launch_dependents();
     int* starts = reinterpret_cast<int*>(dynamic_shared + NUM_STAGES * Tokens::STAGE_BYTES);
-    int* ids = starts + num_experts + 1;
+    Aside<Tokens> aside = {starts + num_experts + 1}, next_aside = aside.other();
     const Tiles tiles(starts, start, num_experts, Tokens::COLUMNS, thread, Tokens::THREADS);
     const int num_items = tiles.num_tiles * ((hidden + 16 * WARPS - 1) / (16 * WARPS));
     int item = blockIdx.x;
     if (item >= num_items) return;
     auto feature_of = [&](const Tile& tile) { return (tile.part * WARPS + warp) * 16; };
-    auto row_of = [&](const Tile& tile) {
+    auto first_row_of = [&](const Tile& tile) {
         const int own = feature_of(tile);
-        return (i64)tile.expert * 2 * hidden + (own < hidden ? own : hidden - 16) + lane / 4 * 2;
+        return (i64)tile.expert * 2 * hidden + (own < hidden ? own : hidden - 16);
+    };
+    auto ask = [&](Cursor<Format>& cursor, const Tile& tile) {
+        const i64 row = first_row_of(tile) + lane / 4 * 2;
+        cursor = Cursor<Format>(codes, scale, row, {hidden, 1}, dim, lane);
+    };
+    auto copy_aside = [&](const Aside<Tokens>& to, const Tile& tile) {
+        const i64 row = first_row_of(tile) + lane % 16 + lane / 16 * hidden;
+        to.copy(order, tile, scale_of<Format>(scale, row), thread);
     };
     Tile tile = tiles.find(item);
-    Cursor<Format> cursor(codes, scale, row_of(tile), {hidden, 1}, dim, lane);
+    Cursor<Format> cursor;
     Tokens tokens(dynamic_shared, h, dim, thread);
+    ask(cursor, tile);
     tokens.ask(cursor);
-    copy_ids(ids, order, tile, thread);
+    copy_aside(aside, tile);
     end_copies();
     wait_copies<0>();
     __syncthreads();
-    tokens.copy_first(tile.count, [&](int column) { return ids[column] / top_k; });
-    for (int* next_ids = ids + Tokens::COLUMNS;; swap(ids, next_ids)) {
+    tokens.copy_first(tile.count, [&](int column) { return aside.ids[column] / top_k; });
+    for (;; swap(aside, next_aside)) {
         item += gridDim.x;
         const bool has_next = item < num_items;
         const Tile next = has_next ? tiles.find(item) : tile;
-        if (has_next) copy_ids(next_ids, order, next, thread);
+        // Nobody ends the item before any more.
+        __syncthreads();
+        if (has_next) copy_aside(next_aside, next);
         tokens.run(cursor, tile.count);
 
         // The next item's weights and tokens are on their way while this one ends.
-        const i64 row = row_of(tile);
         if (has_next) {
-            cursor = Cursor<Format>(codes, scale, row_of(next), {hidden, 1}, dim, lane);
+            ask(cursor, next);
             tokens.ask(cursor);
             wait_copies<0>();
             __syncthreads();
-            tokens.copy_first(next.count, [&](int column) { return next_ids[column] / top_k; });
+            tokens.copy_first(next.count,
+                              [&](int column) { return next_aside.ids[column] / top_k; });
         }
         const int own_feature = feature_of(tile), feature = own_feature + lane / 4 * 2;
         float row_scale[2][2] = {{1, 1}, {1, 1}};
         if constexpr (Format::HAS_ROW_SCALE) {
-            const float* own_scale = reinterpret_cast<const float*>(scale) + row;
+            const float* own_scale = aside.scales() + warp * WARP + lane / 4 * 2;
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                row_scale[i / 2][i % 2] = load_constant_float(own_scale + i / 2 + i % 2 * hidden);
+            for (int i = 0; i < 4; ++i) row_scale[i / 2][i % 2] = own_scale[i / 2 + i % 2 * 16];
         }
 #pragma unroll
         for (int c = 0; c < 2 * NT; ++c) {
@@ -260,7 +288,7 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     // this one begin after its own wait: so that weights are on their way while it ends.
     if (!has_early_starts) wait_for_previous_kernels();
     int* starts = reinterpret_cast<int*>(dynamic_shared + NUM_STAGES * Tokens::STAGE_BYTES);
-    int* ids = starts + num_experts + 1;
+    Aside<Tokens> aside = {starts + num_experts + 1}, next_aside = aside.other();
     const Tiles tiles(starts, start, num_experts, Tokens::COLUMNS, thread, Tokens::THREADS);
     const int num_items = tiles.num_tiles * ((dim + 32 * WARPS - 1) / (32 * WARPS));
     int item = blockIdx.x;
@@ -269,44 +297,50 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
         return;
     }
     auto own_row_of = [&](const Tile& tile) { return (tile.part * WARPS + warp) * 32; };
-    auto row_of = [&](const Tile& tile) {
+    auto first_row_of = [&](const Tile& tile) {
         const int own = own_row_of(tile);
-        return (i64)tile.expert * dim + (own < dim ? own : dim - 32) + lane / 4 * 4;
+        return (i64)tile.expert * dim + (own < dim ? own : dim - 32);
+    };
+    auto ask = [&](Cursor<Format>& cursor, const Tile& tile) {
+        cursor = Cursor<Format>(codes, scale, first_row_of(tile) + lane / 4 * 4, {1, 2}, hidden, lane);
+    };
+    auto copy_aside = [&](const Aside<Tokens>& to, const Tile& tile) {
+        to.copy(order, tile, scale_of<Format>(scale, first_row_of(tile) + lane), thread);
     };
     Tile tile = tiles.find(item);
-    Cursor<Format> cursor(codes, scale, row_of(tile), {1, 2}, hidden, lane);
+    Cursor<Format> cursor;
     Tokens tokens(dynamic_shared, act, hidden, thread);
+    ask(cursor, tile);
     tokens.ask(cursor);
     wait_for_previous_kernels();
-    copy_ids(ids, order, tile, thread);
+    copy_aside(aside, tile);
     tokens.copy_first(tile.count, [&](int column) { return tile.first + column; });
-    for (int* next_ids = ids + Tokens::COLUMNS;; swap(ids, next_ids)) {
+    for (;; swap(aside, next_aside)) {
         tokens.run(cursor, tile.count);
 
         // The next item's weights and tokens are on their way while this one ends.
         item += gridDim.x;
         const bool has_next = item < num_items;
         const Tile next = has_next ? tiles.find(item) : tile;
-        const i64 weight_row = row_of(tile);
         if (has_next) {
-            cursor = Cursor<Format>(codes, scale, row_of(next), {1, 2}, hidden, lane);
+            ask(cursor, next);
             tokens.ask(cursor);
             __syncthreads();
-            copy_ids(next_ids, order, next, thread);
+            copy_aside(next_aside, next);
             tokens.copy_first(next.count, [&](int column) { return next.first + column; });
         }
         const int own_row = own_row_of(tile), row = own_row + lane / 4 * 4;
         float row_scale[4] = {1, 1, 1, 1};
         if constexpr (Format::HAS_ROW_SCALE) {
-            const float* own_scale = reinterpret_cast<const float*>(scale) + weight_row;
+            const float* own_scale = aside.scales() + warp * WARP + lane / 4 * 4;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) row_scale[i] = load_constant_float(own_scale + i);
+            for (int i = 0; i < 4; ++i) row_scale[i] = own_scale[i];
         }
 #pragma unroll
         for (int c = 0; c < 2 * NT; ++c) {
             const int column = c / 2 * 8 + lane % 4 * 2 + c % 2;
             if (column >= tile.count || own_row >= dim) continue;
-            u16* to = y + (i64)ids[column] * dim + row;
+            u16* to = y + (i64)aside.ids[column] * dim + row;
             const float(&first)[4] = tokens.sum[c / 2][0], (&second)[4] = tokens.sum[c / 2][1];
             store_pair(to, first[c % 2] * row_scale[0], first[c % 2 + 2] * row_scale[1]);
             store_pair(to + 2, second[c % 2] * row_scale[2], second[c % 2 + 2] * row_scale[3]);

@@ -67,10 +67,11 @@ class GroupedPlan:
         return 8 * self.tiles
 
     def shared_bytes(self, weight_format: GroupedFormat, num_experts: int) -> int:
-        """Of a block: stages of rows that are an odd number of 64 bytes, experts' starts, and the
-        assignments of two tiles."""
+        """Of a block: stages of rows that are an odd number of 64 bytes, experts' starts, and for
+        each of two items the assignments of its tile and the scales of its rows."""
         row_bytes = -(-self.depth * 2 * weight_format.block // 128) * 128 + 64
-        return NUM_STAGES * self.columns * row_bytes + 4 * (num_experts + 1 + 2 * self.columns)
+        aside = 2 * (self.columns + 32 * self.warps)
+        return NUM_STAGES * self.columns * row_bytes + 4 * (num_experts + 1 + aside)
 
 
 SHARES: Mapping[tuple[str, str], tuple[int, int, int]] = {

@@ -87,6 +87,7 @@ struct Cursor {
     const u16* scale;
     int high, next, scale_high, scale_next;
 
+    INLINE Cursor() {}
     INLINE Cursor(const u8* all_codes, const void* all_scales, i64 row, Rows rows, int dim,
                   int lane) {
         const int blocks = dim / (4 * Format::CODES), row_bytes = 64 * blocks;
