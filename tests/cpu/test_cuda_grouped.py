@@ -46,7 +46,9 @@ def emulated_launch(source, name, grid, block, args, *, device, shared_bytes=0, 
     assert source == "grouped.cu" and device.type == "cpu" and isinstance(pdl, bool), source
     values = [runtime.pack_argument(arg) for arg in args]
     pointers = runtime.pointer_array(values)
-    failed = emulator(GROUPED_EMULATION).emulate(name.encode(), *grid, 1, 1, block, shared_bytes, pointers)
+    failed = emulator(GROUPED_EMULATION).emulate(
+        name.encode(), *grid, 1, 1, block, shared_bytes, pointers
+    )
     assert not failed, f"the emulator does not hold {name}"
 
 

@@ -125,7 +125,9 @@ def plan_tiles(num_rows: int, dim: int, weight_format: str) -> TilePlan:
     if best is None:
         best = (min(8, num_blocks, -(-dim // MAX_SLICE)), 4)
     slices, warps_n = best
-    warps_k = next(k for k in (8, 4, 2, 1) if k == 1 or k <= min(12 // warps_n, num_blocks // slices))
+    warps_k = next(
+        k for k in (8, 4, 2, 1) if k == 1 or k <= min(12 // warps_n, num_blocks // slices)
+    )
     return TilePlan(slices=slices, warps_n=warps_n, warps_k=warps_k, depth=4)
 
 
