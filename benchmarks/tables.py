@@ -329,24 +329,23 @@ def peers_table(results: Results) -> str:
 
 
 def kernels_table(results: Results) -> str:
-    """Each op of a decode step by itself."""
-    rows = [
-        [
-            f"{result['shape']}, {result['weights_dtype']}, {result['kv_cache_dtype']} cache",
-            result["kernel"],
-            result["backend"],
-            str(result["batch_size"]),
-            str(result["context_len"]),
+    """Each op of a decode step by itself; ops that read no cache once a shape and batch."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for result in _of_kind(results, "decode_kernels"):
+        reads_cache = result["kernel"] in ("attend", "append_attend")
+        cache = [result["kv_cache_dtype"], str(result["context_len"])] if reads_cache else ["", ""]
+        shape = f"{result['shape']}, {result['weights_dtype']}"
+        row = [shape, result["kernel"], result["backend"], str(result["batch_size"]), *cache]
+        measured = [
             str(result["calls_per_step"]),
             f"{result['us_p50']:.2f}",
             f"{result['bytes'] / 1e6:.3f}",
             f"{result['tb_s']:.2f}",
             f"{result['roof_fraction'] * 100:.0f} %",
         ]
-        for result in _of_kind(results, "decode_kernels")
-    ]
-    header = ["shape, weights, cache", "op", "backend", "batch", "context", "calls a step"]
-    return _table([*header, "us p50", "MB", "TB/s", "of the roof"], rows)
+        rows.setdefault(tuple(row), [*row, *measured])
+    header = ["shape, weights", "op", "backend", "batch", "cache", "context", "calls a step"]
+    return _table([*header, "us p50", "MB", "TB/s", "of the roof"], list(rows.values()))
 
 
 def runs_table(results: Results) -> str:

@@ -25,6 +25,7 @@ from subten.engine.graphs import DecodeGraphs
 from subten.engine.prefill_graphs import PrefillGraphs
 from subten.engine.runner import Runner
 from subten.engine.scheduler import Scheduler
+from subten.kernels.advance import advance_torch
 from subten.kernels.sample import sample_torch
 
 
@@ -58,7 +59,9 @@ def make_engine(
             "capture": lambda step: step,
         }
         graphs = {
-            "graphs": DecodeGraphs(model, pool, max_batch=max_num_seqs, **settings),
+            "graphs": DecodeGraphs(
+                model, pool, advance=advance_torch, max_batch=max_num_seqs, **settings
+            ),
             "prefill_graphs": PrefillGraphs(model, pool, **settings),
         }
     runner = Runner(

@@ -77,7 +77,9 @@ def make_llm(loaded: LoadedModel, *, has_graphs: bool = False, **settings: Any) 
         }
         model, most = loaded.model, llm.max_num_seqs
         runner: Any = llm.engine.runner
-        runner._graphs = DecodeGraphs(model, llm.pool, max_batch=most, **graph_settings)
+        runner._graphs = DecodeGraphs(
+            model, llm.pool, advance=model.ops.advance, max_batch=most, **graph_settings
+        )
         runner._prefill_graphs = PrefillGraphs(model, llm.pool, **graph_settings)
     return llm
 

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as PySequence
 
 import pytest
 import torch
 from test_decoder import make_decoder
 
+from subten.cache.allocator import PageAllocator
+from subten.cache.fidelity import Span
 from subten.cache.pool import PagePool
 from subten.codecs import kv_format
-from subten.core import PAGE_SIZE, Batch, BatchItem, Request, SamplingParams, Sequence
+from subten.core import (
+    PAGE_SIZE,
+    Batch,
+    BatchItem,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Sequence,
+)
+from subten.engine.engine import Engine
 from subten.engine.expert_load import ExpertLoad
-from subten.engine.graph_inputs import MIN_KV_BUCKET, Step, capture_cuda_graph
+from subten.engine.graph_inputs import MIN_KV_BUCKET, Inputs, Step, capture_cuda_graph
 from subten.engine.graphs import DecodeGraphs
 from subten.engine.runner import Model, Runner
-from subten.engine.scheduler import BAD_LOGITS
+from subten.engine.scheduler import BAD_LOGITS, Scheduler
+from subten.kernels.advance import advance_torch
 from subten.kernels.sample import sample_torch
 from subten.kernels.step import StepTensors, make_step
 from subten.models.decoder import Decoder
@@ -41,6 +54,7 @@ def make_graphs(
         decoder,
         pool,
         sample=decoder.ops.sample,
+        advance=decoder.ops.advance,
         max_batch=max_batch,
         max_model_len=MAX_MODEL_LEN,
         device=decoder.device,
@@ -184,6 +198,7 @@ def counting_graphs(model: Model, pool: PagePool, max_model_len: int) -> DecodeG
         model,
         pool,
         sample=sample_torch,
+        advance=advance_torch,
         max_batch=4,
         max_model_len=max_model_len,
         device=pool.pages_LPGB.device,
@@ -229,6 +244,27 @@ def test_the_next_step_runs_ahead_and_is_taken(device: torch.device, pool: PageP
     assert model.positions == [[1 + i, 3 + i] for i in range(21)]
 
 
+def test_the_device_moves_its_inputs_on_by_itself(
+    device: torch.device, pool: PagePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads = []
+    upload = Inputs.upload
+    monkeypatch.setattr(Inputs, "upload", lambda inputs: (uploads.append(1), upload(inputs)))
+    model = CountingModel(device)
+    graphs = counting_graphs(model, pool, 512)
+    long, short = counted([1] * 60, [3]), counted([5, 6], [1])
+    seen = []
+    for _ in range(10):
+        if len(long.token_ids) == PAGE_SIZE:
+            long.page_ids = [3, 6]  # as the scheduler does, before the step that needs it
+        take(graphs, [long, short])
+        seen.append(len(uploads))
+    # Padding before the capture, and the first step; then the one whose page came after the inputs
+    # had moved on.
+    assert seen == [2, 2, 2, 2, 3, 3, 3, 3, 3, 3]
+    assert model.positions == [[59 + i, 1 + i] for i in range(11)]
+
+
 def test_a_step_ahead_is_dropped_where_another_is_wanted(
     device: torch.device, pool: PagePool
 ) -> None:
@@ -236,14 +272,99 @@ def test_a_step_ahead_is_dropped_where_another_is_wanted(
     graphs = counting_graphs(model, pool, 512)
     first, second, third = counted([1, 2], [0]), counted([3, 4], [1]), counted([5, 6, 7], [2])
     take(graphs, [first, second])
-    take(graphs, [second, first])  # other rows
-    take(graphs, [first])  # one has ended
     take(graphs, [first, third])  # one is new
     graphs.drop_ahead()
     take(graphs, [first, third])
-    assert first.num_output == 5
-    # Each of the four changes cost one step.
-    assert len(model.positions) == 5 + 5
+    take(graphs, [second])  # it paused, and its step ahead is long gone
+    assert first.num_output == 3 and second.num_output == 2
+    # Each of the three changes cost one step, and one is under way.
+    assert len(model.positions) == 4 + 3 + 1
+
+
+def test_a_step_ahead_serves_those_of_its_rows_that_go_on(
+    device: torch.device, pool: PagePool
+) -> None:
+    model = CountingModel(device)
+    graphs = counting_graphs(model, pool, 512)
+    four = [counted([i, i + 1], [i]) for i in range(4)]
+    take(graphs, four)
+    for live in ([3, 0, 2, 1], [3, 0, 1], [0, 1], [1]):
+        take(graphs, [four[i] for i in live])
+    assert [sequence.num_output for sequence in four] == [4, 5, 2, 3]
+    assert len(model.positions) == 5 + 1
+    assert model.positions[-3:] == [[4, 4, 4], [5, 5], [6]]
+
+
+def test_logits_are_those_of_the_rows_that_go_on(device: torch.device, pool: PagePool) -> None:
+    model = CountingModel(device)
+    graphs = counting_graphs(model, pool, 512)
+    three = [counted([i, i + 1], [i]) for i in range(3)]
+    take(graphs, three)
+    logits_SV, sampled = graphs.run(last_tokens([three[2], three[0]]), has_more=True)
+    assert logits_SV.argmax(1).tolist() == sampled
+    assert len(model.positions) == 2
+
+
+def test_an_end_that_is_known_leaves_the_others_their_step_ahead(
+    device: torch.device, pool: PagePool
+) -> None:
+    model = CountingModel(device)
+    graphs = counting_graphs(model, pool, 512)
+    ends = [3, 5, 5, 9]
+    live = [counted([i, i + 1], [i], max_tokens=end) for i, end in enumerate(ends)]
+    for number in range(1, 10):
+        take(graphs, live)
+        live = [s for s in live if s.num_output < s.request.sampling.max_tokens]
+        # The next step is under way, for them alone; after the last token there is none.
+        assert len(model.positions) == min(number + 1, 9)
+        assert not live or len(model.positions[-1]) == len(live)
+    assert not live
+
+
+def test_a_step_ahead_opens_its_page_in_the_pool(device: torch.device) -> None:
+    opened: list[int] = []
+
+    class Pool(PagePool):
+        def prepare(self, spans: PySequence[Span]) -> None:
+            opened.extend(span.page_ids[span.start // PAGE_SIZE] for span in spans)
+
+    model = CountingModel(device)
+    graphs = counting_graphs(model, Pool(1, 8, 1, kv_format("bf16", 16), device), 512)
+    sequence = counted([1] * (PAGE_SIZE - 2), [5, 3])
+    for _ in range(6):
+        take(graphs, [sequence])
+    assert len(model.positions) == 7
+    assert opened == [3]
+
+
+def test_only_an_arrival_keeps_an_engine_from_running_ahead(device: torch.device) -> None:
+    """Requests that cross pages, and end one after another."""
+    model = CountingModel(device)
+    pool = PagePool(1, 9, 1, kv_format("bf16", 16), device)
+    graphs = counting_graphs(model, pool, 512)
+    runner = Runner(model, pool, sample=sample_torch, vocab_size=50, device=device, graphs=graphs)
+    scheduler = Scheduler(
+        PageAllocator(9), max_num_seqs=4, max_num_batched_tokens=256, max_model_len=512
+    )
+    engine = Engine(scheduler, runner)
+    counts = []
+    for number in range(3):
+        request = Request(
+            request_id=str(number),
+            prompt_token_ids=(number + 1,) * (20 + number),
+            sampling=SamplingParams(temperature=0.0, max_tokens=80 + 3 * number),
+            seed=0,
+        )
+        engine.add(request)
+        while engine.has_work and len(counts) < 5 * (number + 1) + 1000 * (number == 2):
+            before = len(model.positions)
+            engine.step()
+            counts.append(len(model.positions) - before)
+    assert engine.stats.num_ended[FinishReason.LENGTH] == 3
+    assert len(counts) == 10 + 86
+    # Each step runs the model once, for the next one; the first after a prefill for itself too.
+    assert [i for i, count in enumerate(counts) if count != 1] == [1, 6, 11, 95]
+    assert [counts[i] for i in (1, 6, 11, 95)] == [2, 2, 2, 0]
 
 
 @pytest.mark.parametrize("why", ["pages", "max_tokens", "max_model_len", "penalties", "has_more"])
@@ -290,6 +411,7 @@ def test_a_graph_for_each_size_and_bucket(device: torch.device, generator: torch
         lambda step, _: torch.zeros(len(step.kv_len_S), 3, device=device),
         pool,
         sample=decoder.ops.sample,
+        advance=decoder.ops.advance,
         max_batch=17,
         max_model_len=5000,
         device=device,

@@ -248,8 +248,9 @@ def test_decoder_that_gets_no_page_fails_alone() -> None:
     scheduler = make_scheduler(16, fault=fault)
     own = scheduler.add(make_request("own", 62, max_tokens=50))
     other = scheduler.add(make_request("other", 10, max_tokens=50, first=1000))
-    for _ in range(3):
+    for _ in range(2):
         run_step(scheduler)
+    # The third step fills its page, and takes the next one early.
     is_broken = True
     batch = run_step(scheduler)
     assert [item.sequence for item in batch.items] == [other]
@@ -389,6 +390,26 @@ def test_a_prompt_that_waits_for_room_is_not_hashed_at_every_step() -> None:
     assert num_hashes <= before + 3
     drain(scheduler)
     assert waiting.token_ids == expected_tokens(waiting.request)
+
+
+def test_a_page_is_taken_a_step_early_where_there_are_enough() -> None:
+    for max_tokens, num_pages, is_early in ((9, 5, True), (3, 5, False), (9, 4, False)):
+        scheduler = make_scheduler(num_pages)
+        sequences = [
+            scheduler.add(make_request(str(i), 60 + 2 * i, max_tokens=max_tokens, first=1000 * i))
+            for i in range(2)
+        ]
+        for _ in range(2):
+            run_step(scheduler)
+        assert [len(s.page_ids) for s in sequences] == [1, 1]
+        # This step fills the page of the second, which goes on unless its answer ends with it.
+        run_step(scheduler)
+        assert len(sequences[1].page_ids) == (1 + is_early if max_tokens > 3 else 0)
+        scheduler.check_integrity()
+        drain(scheduler)
+        for sequence in sequences:
+            assert sequence.token_ids == expected_tokens(sequence.request)
+        assert scheduler.num_preemptions == 0
 
 
 def test_oldest_is_never_preempted() -> None:

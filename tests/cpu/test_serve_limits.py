@@ -70,6 +70,7 @@ def check_error(value: dict[str, Any], param: str | None = None) -> None:
         ([1.5], "prompt.0"),
         ([True], "prompt.0"),
         ("a" * MAX_MODEL_LEN, "prompt"),
+        ("a" * (MAX_MODEL_LEN + 1), "prompt"),
         ("a" * (10 * MAX_MODEL_LEN), "prompt"),
         (["a"] * 129, "prompt"),
     ],
@@ -139,12 +140,52 @@ def test_odd_values_are_named(server, field):
         assert answer["error"]["param"].partition(".")[0] == field, (value, answer)
 
 
+CHAT_NUMBERS = {
+    # Case A12.
+    "top_logprobs": [-1, 21, 1.0, "1", True, *BIG],
+    "logprobs": [1, "yes"],
+    "max_tokens": [0, -1, 1.5, "10", True],
+    "max_completion_tokens": [0, -1, 1.5],
+    "temperature": [-1, "1"],
+    "top_p": [-0.1, 1.1],
+    "n": [0, 17, *BIG],
+    "seed": [1.5, 2**63],
+    "logit_bias": [{"320": 1}, {"1": 101}],
+    "tools": [[{}], "add", [{"type": "function", "function": {"name": ""}}]],
+    "tool_choice": ["perhaps", {"type": "function", "function": {"name": "none"}}],
+    "response_format": ["json", {"type": "xml"}, {"type": "json_schema"}],
+}
+
+
+@pytest.mark.parametrize("field", CHAT_NUMBERS)
+def test_odd_values_of_chats_are_named(server, field):
+    tool = {"type": "function", "function": {"name": "add"}}
+    for value in CHAT_NUMBERS[field]:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "fox"}], "tools": [tool]}
+        body |= {"logprobs": True, field: value}
+        status, answer = post(server, body, "/v1/chat/completions")
+        assert status == 400, (field, value, answer)
+        check_error(answer)
+        assert answer["error"]["param"].partition(".")[0] == field, (value, answer)
+
+
+def test_top_logprobs_need_logprobs(server):
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "fox"}], "top_logprobs": 2}
+    for more in ({}, {"logprobs": False}, {"logprobs": None}):
+        status, answer = post(server, body | more, "/v1/chat/completions")
+        assert status == 400, answer
+        check_error(answer, "top_logprobs")
+
+
 @pytest.mark.parametrize(
     ("field", "values"),
     [
         ("max_tokens", [1, None, *BIG]),
         ("temperature", [0, -0.0, 1e-12, 1e-4, 1, 2, None]),
         ("top_p", [0, 1e-12, 1]),
+        ("min_p", [0, 1e-12, 1]),
+        ("presence_penalty", [-2, -0.0, 2]),
+        ("frequency_penalty", [-2, 1e-12, 2]),
         ("top_k", [-1, 0, 1, 320, 321]),
         ("seed", [0, -1, -(2**63), 2**63 - 1]),
         ("repetition_penalty", [1e-12, 1e6]),

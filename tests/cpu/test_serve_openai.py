@@ -191,6 +191,32 @@ def test_chat_logprobs(client, stream, num_top):
             assert all(e.top_logprobs[0].bytes == e.bytes for e in entries)
 
 
+@pytest.mark.parametrize("num_top", [0, 1, 5])
+@pytest.mark.parametrize("echo", [False, True])
+def test_completion_logprobs_whole_and_in_pieces(client, num_top, echo):
+    # Case A12: among the tokens are single bytes of a character, and a stop string holds text back.
+    settings = {"model": MODEL, "prompt": "gene", "max_tokens": 99, "temperature": 0, "n": 2}
+    settings |= {"logprobs": num_top, "echo": echo, "stop": ["doing"]}
+    whole = client.completions.create(**settings)
+    chunks = list(client.completions.create(**settings, stream=True))
+    for index, choice in enumerate(whole.choices):
+        parts = [c for chunk in chunks for c in chunk.choices if c.index == index]
+        assert [c.finish_reason for c in parts] == [None] * (len(parts) - 1) + ["stop"]
+        assert choice.finish_reason == "stop"
+        text = "gene" * echo + TEXTS["gene"]
+        assert choice.text == "".join(c.text for c in parts) == text
+        found = choice.logprobs
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            pieces = [value for c in parts if c.logprobs for value in getattr(c.logprobs, name)]
+            assert pieces == getattr(found, name), name
+        # One entry for each byte, and for the token of the end.
+        text_bytes = text.encode()
+        assert len(found.tokens) == len(text_bytes) + 1
+        starts = [len(text_bytes[:i].decode(errors="ignore")) for i in range(len(text_bytes) + 1)]
+        assert found.text_offset == starts
+        assert all(len(top) in (num_top, num_top + 1) for top in found.top_logprobs if top)
+
+
 def test_completion_logprobs(client):
     settings = {"model": MODEL, "prompt": "fox", "max_tokens": 4, "temperature": 0, "echo": True}
     found = client.completions.create(**settings, logprobs=1).choices[0].logprobs

@@ -362,6 +362,54 @@ def test_one_request_that_fails_leaves_the_others(slow_server):
     assert len(stream.text) == 60
 
 
+ODD_SCHEMAS: list[Any] = [
+    *({"type": "wizard"}, {"$ref": "#"}, {"$ref": "#/nowhere"}, {"type": []}, {"enum": []}),
+    *({"type": "string", "pattern": text} for text in ("[", "(", "(?=a)b", r"(a)\1", "a{2,1}")),
+    *(7, [], "schema", None, {"enum": ["x" * 70_000]}),
+    json.loads('{"items":' * 40 + "{}" + "}" * 40),
+]
+WIDE_SCHEMAS: list[Any] = [
+    *({}, {"abc": "def"}, {"type": "array", "minItems": 10**9}),
+    *({"type": "string", "minLength": 10**9}, {"type": "string", "pattern": "(a+)+$"}),
+    {"type": "string", "pattern": "a{1,100000}"},
+]
+"""They say little or ask for much, and a grammar without backtracking follows them."""
+SLOW_SCHEMA = {"allOf": [{"type": "string", "pattern": f"(a|b|c){{{i}}}x.*"} for i in range(40)]}
+
+
+def test_odd_schemas_leave_the_streams_of_others(slow_server):
+    # Case A13. The scripted model says the same to a prompt, whoever else asks for what.
+    server = slow_server
+
+    def ask(schema: Any) -> tuple[int, Any]:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        messages = [{"role": "user", "content": "fox"}]
+        body = {"model": MODEL, "messages": messages, "max_tokens": 3, "response_format": form}
+        return server.post("/v1/chat/completions", body)
+
+    calm = server.complete(LONG["prompt"], max_tokens=400, ignore_eos=True)["choices"][0]["text"]
+    stream = Stream(server, max_tokens=400)
+    server.until(lambda: stream.events)
+    num_before = len(stream.events)
+    status, value = ask(SLOW_SCHEMA)
+    # While the two seconds of that one went by, the stream had some hundred steps.
+    assert status == 400 and "it takes more than 2 s" in value["error"]["message"], value
+    assert len(stream.events) > num_before + 10
+    for schema in ODD_SCHEMAS:
+        status, value = ask(schema)
+        assert status == 400, (schema, value)
+        assert value["error"]["param"].startswith("response_format"), value
+    deep = b'{"items":' * 10_000 + b"{}" + b"}" * 10_000
+    body = b'{"model": "%b", "messages": [], "response_format": %b}' % (MODEL.encode(), deep)
+    assert server.request("POST", "/v1/chat/completions", body)[0] == 400
+    for schema in WIDE_SCHEMAS:
+        status, value = ask(schema)
+        assert status == 200, (schema, value)
+    stream.join(60)
+    assert stream.is_done
+    assert stream.text == calm
+
+
 def test_a_reader_that_stalls_delays_nobody(slow_server):
     server = slow_server
     growth = Growth(server)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import random
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from records import parse, parser, report
+from records import Progress, add_progress, parse, parser, report
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "cpu"))
 
@@ -63,6 +62,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"model": MODEL, "prompt": "fox"},
     "/detokenize": {"model": MODEL, "tokens": [102, 111, 120]},
 }
+BATCH = 100
 ALLOWED = {200, 400, 401, 404, 405, 408, 413, 415, 429, 431, 503}
 
 
@@ -117,51 +117,55 @@ def fault_of(status: int, text: bytes) -> str | None:
     return None
 
 
+def ask(server: Server, rng: random.Random, values: dict[str, Any]) -> None:
+    """A hundred odd requests and a canary; what they came to goes to `values`."""
+    for _ in range(BATCH):
+        path, data = odd_request(rng)
+        began_s = time.monotonic()
+        status, _, text = server.request("POST", path, data, server.auth)
+        took_s = time.monotonic() - began_s
+        values["slowest_s"] = max(values["slowest_s"], round(took_s, 3))
+        statuses = values["statuses"]
+        statuses[str(status)] = statuses.get(str(status), 0) + 1
+        fault = fault_of(status, text)
+        if fault is not None:
+            values["faults"].append(f"to {path}: {fault}: {data[:500]!r}")
+    shown = server.complete("fox", max_tokens=99)["choices"][0]["text"]
+    if shown != TEXTS["fox"]:
+        values["faults"].append(f"the canary says {shown!r}")
+
+
 def main() -> int:
     """Run, and report."""
     arguments = parser("Odd requests to a real server with the scripted model.")
     arguments.add_argument("--requests", type=int, default=2000)
-    arguments.add_argument("--seconds", type=float, default=math.inf, help="end after so many")
+    add_progress(arguments)
     options = parse(arguments)
-    rng = random.Random(options.seed)
+    empty = {"statuses": {}, "faults": [], "slowest_s": 0.0}
+    progress = Progress(options, options.requests, empty)
+    values = progress.values
     server = Server(api_key=[KEY])
-    faults: list[str] = []
-    statuses: dict[str, int] = {}
-    slowest_s = 0.0
-    num_sent = 0
-    end_s = time.monotonic() + options.seconds
     try:
         engine = server.engine_pid()
-        for number in range(options.requests):
-            if time.monotonic() >= end_s:
+        while progress.has_more:
+            ask(server, progress.random(), values)
+            if server.process.poll() is not None or server.engine_pid() != engine:
+                values["faults"].append("a process died")
                 break
-            num_sent += 1
-            path, data = odd_request(rng)
-            began_s = time.monotonic()
-            status, _, text = server.request("POST", path, data, server.auth)
-            slowest_s = max(slowest_s, time.monotonic() - began_s)
-            statuses[str(status)] = statuses.get(str(status), 0) + 1
-            fault = fault_of(status, text)
-            if fault is not None:
-                faults.append(f"request {number} to {path}: {fault}")
-            if number % 100 == 99:
-                shown = server.complete("fox", max_tokens=99)["choices"][0]["text"]
-                if shown != TEXTS["fox"]:
-                    faults.append(f"after request {number} the canary says {shown!r}")
-        if server.process.poll() is not None or server.engine_pid() != engine:
-            faults.append("a process died")
+            progress.keep(BATCH)
     finally:
         server.close()
-    for fault in faults[:20]:
+    for fault in values["faults"][:20]:
         sys.stderr.write(f"{fault}\n")
     seen = {
-        "requests": num_sent,
-        "statuses": dict(sorted(statuses.items())),
-        "faults": len(faults),
-        "slowest_s": round(slowest_s, 3),
+        "requests": progress.done,
+        "statuses": dict(sorted(values["statuses"].items())),
+        "faults": len(values["faults"]),
+        "slowest_s": values["slowest_s"],
+        **progress.seen,
     }
-    passed = not faults and slowest_s < 30
-    number = f"{num_sent} odd requests: 0 deaths, 0 other 5xx, 0 hangs, 0 bad shapes"
+    passed = not values["faults"] and values["slowest_s"] < 30
+    number = f"{progress.done} odd requests: 0 deaths, 0 other 5xx, 0 hangs, 0 bad shapes"
     return report("R3", number=number, seen=seen, passed=passed, options=options)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import math
 import os
 import random
 import signal
@@ -19,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from records import parse, parser, report
+from records import Progress, add_progress, parse, parser, report
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "cpu"))
 
@@ -147,38 +146,34 @@ def main() -> int:
     arguments = parser("Processes that die, freeze or stop under load.")
     arguments.add_argument("--goal", choices=sorted(GOALS), default="R4")
     arguments.add_argument("--repeats", type=int, default=20)
-    arguments.add_argument("--seconds", type=float, default=math.inf, help="end after so many")
+    add_progress(arguments)
     options = parse(arguments)
     act, is_end, bounds = GOALS[options.goal]
-    rng = random.Random(options.seed)
-    worst: dict[str, float] = {}
-    faults: list[str] = []
-    num_done = 0
-    end_s = time.monotonic() + options.seconds
+    progress = Progress(options, options.repeats, {"worst": {}, "faults": []})
+    worst, faults = progress.values["worst"], progress.values["faults"]
     server = Server(engine=ENGINE, **SETTINGS)
     try:
-        for repeat in range(options.repeats):
-            if time.monotonic() >= end_s:
-                break
-            num_done += 1
+        while progress.has_more:
+            is_over = is_end
             try:
-                found = act(server, rng)
+                found = act(server, progress.random())
             except AssertionError as error:
-                faults.append(f"repeat {repeat}: {error}")
-                found = {}
+                faults.append(f"repeat {progress.done}: {error}")
+                found, is_over = {}, True
             worst |= {name: max(worst.get(name, 0.0), value) for name, value in found.items()}
-            if is_end or faults:
+            progress.keep(1)
+            if is_over:
                 server.close()
                 server = Server(engine=ENGINE, **SETTINGS)
     finally:
         server.close()
     for fault in faults[:20]:
         sys.stderr.write(f"{fault}\n")
-    seen = {"repeats": num_done, "faults": len(faults)}
+    seen = {"repeats": progress.done, "faults": len(faults), **progress.seen}
     seen |= {f"worst_{name}": round(value, 3) for name, value in worst.items()}
     passed = not faults and all(worst[name] <= bound for name, bound in bounds.items())
     limits = ", ".join(f"{name} <= {bound:.0f}" for name, bound in bounds.items())
-    number = f"{num_done} repeats: {limits}"
+    number = f"{progress.done} repeats: {limits}"
     return report(options.goal, number=number, seen=seen, passed=passed, options=options)
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import random
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -25,6 +29,63 @@ def parse(arguments: argparse.ArgumentParser) -> argparse.Namespace:
     if options.seed is None:
         options.seed = random.SystemRandom().randrange(2**40)
     return options
+
+
+class Progress:
+    """What a goal's runs have seen so far; with a file, one run goes on where another ended.
+
+    `values` starts as `empty` and is JSON. `done` counts what is finished of `whole`. The seed is
+    the first run's, and so is the commit: another one's count would be worth nothing here.
+    """
+
+    def __init__(self, options: argparse.Namespace, whole: int, empty: dict[str, Any]) -> None:
+        self._path: Path | None = options.progress
+        self._end_s = time.monotonic() + options.seconds
+        self._whole = whole
+        self.done = 0
+        self.values = empty
+        self._runs = 0
+        if self._path is not None and self._path.exists():
+            kept = json.loads(self._path.read_text(encoding="utf-8"))
+            if kept["commit"] != _commit():
+                raise SystemExit(f"progress: {self._path} is of commit {kept['commit']}")
+            self.done, self.values, self._runs = kept["done"], kept["values"], kept["runs"]
+            options.seed = kept["seed"]
+        self._runs += 1
+        self._options = options
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is something left to do and time to do it."""
+        return self.done < self._whole and time.monotonic() < self._end_s
+
+    def random(self) -> random.Random:
+        """The numbers of what comes next: the same in one run as in several."""
+        return random.Random(f"{self._options.seed}/{self.done}")
+
+    def keep(self, number: int) -> None:
+        """Count `number` more as done, and write that down."""
+        self.done += number
+        if self._path is None:
+            return
+        kept = {"commit": _commit(), "seed": self._options.seed, "runs": self._runs}
+        kept |= {"done": self.done, "values": self.values}
+        beside = self._path.with_suffix(".part")
+        beside.write_text(json.dumps(kept), encoding="utf-8")
+        beside.replace(self._path)
+
+    @property
+    def seen(self) -> dict[str, object]:
+        """For the record: the number of runs, where it took several."""
+        return {"runs": self._runs} if self._runs > 1 else {}
+
+
+def add_progress(arguments: argparse.ArgumentParser) -> None:
+    """The options of runs that may be cut short and go on later."""
+    arguments.add_argument("--seconds", type=float, default=math.inf, help="end after so many")
+    arguments.add_argument(
+        "--progress", type=Path, default=None, help="file to go on from and to keep the count in"
+    )
 
 
 def report(
@@ -59,14 +120,16 @@ def _command() -> str:
     """The command without what depends on one machine."""
     script = "/".join(Path(sys.argv[0]).absolute().parts[-3:])
     options = sys.argv[1:]
-    if "--record" in options:
-        at = options.index("--record")
-        del options[at : at + 2]
+    for name in ("--record", "--progress"):
+        if name in options:
+            at = options.index(name)
+            del options[at : at + 2]
     return " ".join(["python", script, *options])
 
 
+@functools.cache
 def _commit() -> str:
-    """The commit that ran, with a plus sign if files differ from it."""
+    """The commit that runs, with a plus sign if files differ from it."""
     here = Path(__file__).parent
     try:
         return subprocess.run(

@@ -14,18 +14,14 @@ import torch
 
 from subten.cache.fidelity import Span
 from subten.core import PAGE_SIZE, BatchItem, Sequence
-from subten.engine.scheduler import BAD_LOGITS
 from subten.kernels.sample import SamplingTensors
 
-Step = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""Runs a step on what the fixed inputs hold: logits_SV float32, token_S and sampled_S int64.
-
-`sampled_S` is `token_S`, or BAD_LOGITS where a row cannot be sampled.
-"""
+Step = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+"""Runs a step on what the fixed inputs hold: logits_SV float32, and token_S int64."""
 
 
 def capture_cuda_graph(step: Step) -> Step:
-    """Record `step` as a CUDA graph; the result replays it and returns the same three tensors.
+    """Record `step` as a CUDA graph; the result replays it and returns the same tensors.
 
     Runs `step` before, as kernels compile and workspaces come to be at their first launch.
     """
@@ -39,7 +35,7 @@ def capture_cuda_graph(step: Step) -> Step:
     with torch.cuda.graph(graph):
         outputs = step()
 
-    def replay() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def replay() -> tuple[torch.Tensor, torch.Tensor]:
         graph.replay()
         return outputs
 
@@ -82,13 +78,9 @@ def fill_sampling(
     host["index_S"][row] = index
 
 
-def sample_step(
-    logits_SV: torch.Tensor, sample: Callable[..., Any], inputs: Mapping[str, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The end of a step: what `Step` returns."""
-    params = SamplingTensors(**{name: inputs[name] for name in SAMPLING_LAYOUT})
-    token_S, is_ok_S = sample(logits_SV, params)
-    return logits_SV, token_S, torch.where(is_ok_S, token_S, BAD_LOGITS)
+def sampling_of(inputs: Mapping[str, torch.Tensor]) -> SamplingTensors:
+    """How the rows of a step are sampled."""
+    return SamplingTensors(**{name: inputs[name] for name in SAMPLING_LAYOUT})
 
 
 def span_of(item: BatchItem) -> Span:
@@ -168,15 +160,19 @@ class PageTable:
         self._pages: list[list[int]] = [[] for _ in range(num_rows)]
         self.device = self._host.to(device, copy=True)
 
-    def set_row(self, row: int, page_ids: list[int]) -> None:
-        """Make `row` list `page_ids`; what lies beyond them is left as it was, and never read."""
+    def set_row(self, row: int, page_ids: list[int]) -> bool:
+        """Make `row` list `page_ids`, and say whether it did not before.
+
+        What lies beyond them is left as it was, and never read.
+        """
         if self._pages[row] == page_ids:
-            return
+            return False
         self._copied.wait()
         self._pages[row] = list(page_ids)
         self._array[row, : len(page_ids)] = page_ids
         self.device[row].copy_(self._host[row], non_blocking=True)
         self._copied.record()
+        return True
 
 
 def _views(block: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:

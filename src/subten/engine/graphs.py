@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from subten.cache.fidelity import Span
 from subten.cache.pool import KVPool
 from subten.core import PAGE_SIZE, BatchItem, Sequence
 from subten.engine.expert_load import ExpertLoad
@@ -24,10 +25,14 @@ from subten.engine.graph_inputs import (
     capture_cuda_graph,
     fill_sampling,
     kv_bucket,
-    sample_step,
+    sampling_of,
     span,
 )
+from subten.engine.scheduler import BAD_LOGITS
+from subten.kernels.advance import BAD_TOKEN
 from subten.kernels.step import StepTensors
+
+assert BAD_TOKEN == BAD_LOGITS, (BAD_TOKEN, BAD_LOGITS)
 
 EXACT_SIZES = 8
 """Up to so many sequences each number has its own graph: a padded row would read experts too."""
@@ -44,10 +49,14 @@ class DecodeGraphs:
     its replay; tests on a CPU pass the step itself.
 
     The device does not wait for the host between two steps: before the tokens of a step are read,
-    the next one is started on the device's own tokens, for the same sequences in the same rows. If
-    that is what the next call asks for, its results are there or on their way. Else they are
-    dropped: what such a step wrote lies past the end of its sequences, and numbers drawn depend on
-    seed and index alone.
+    the next one is started on the device's own tokens, for the sequences that go on as far as is
+    known. If the next call asks for these or some of them, the results are there or on their way.
+    Else they are dropped: what such a step wrote lies past the end of its sequences, and numbers
+    drawn depend on seed and index alone.
+
+    Nor is there a copy between the two: `advance` ends each step by writing its tokens to memory of
+    the host and by moving the inputs on. The host fills them when it starts other rows, when a
+    sequence has a new page, and where the pool has inputs of its own.
     """
 
     def __init__(
@@ -56,6 +65,7 @@ class DecodeGraphs:
         pool: KVPool,
         *,
         sample: Callable[..., Any],
+        advance: Callable[..., None],
         max_batch: int,
         max_model_len: int,
         device: torch.device,
@@ -67,6 +77,7 @@ class DecodeGraphs:
         self._model = model
         self._pool = pool
         self._sample = sample
+        self._advance = advance
         self._capture = capture
         self._max_model_len = max_model_len
         self._replays: dict[tuple[int, int], Step] = {}
@@ -74,6 +85,11 @@ class DecodeGraphs:
         self._routed: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._ahead: _Flight | None = None
         rows = _padded_size(max_batch)
+        pool_layout = pool.decode_layout(rows)
+        self._fills_each_step = bool(pool_layout)
+        # Results of a step and of the one ahead of it, by turns.
+        self._turn = 0
+        self._sampled_2S = torch.zeros(2, rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._inputs = Inputs(
             {
                 "token_id_T": ("int64", (rows,)),
@@ -81,7 +97,8 @@ class DecodeGraphs:
                 "slot_T": ("int64", (rows,)),
                 "kv_len_S": ("int32", (rows,)),
                 **{name: (dtype, (rows,)) for name, dtype in SAMPLING_LAYOUT.items()},
-                **pool.decode_layout(rows),
+                "turn_1": ("int32", (1,)),
+                **pool_layout,
             },
             device,
         )
@@ -106,50 +123,84 @@ class DecodeGraphs:
         """
         assert 1 <= len(items) <= self.max_batch, (len(items), self.max_batch)
         flight, self._ahead = self._ahead, None
-        if flight is None or not flight.serves(items):
-            flight = self._launch([_Row.of(item) for item in items])
+        chosen = None if flight is None else flight.find(items)
+        if flight is None or chosen is None:
+            flight, chosen = (
+                self._launch([_Row.of(item) for item in items]),
+                list(range(len(items))),
+            )
         settle()
-        rows = [row.next() for row in flight.rows]
+        logits_SV = flight.logits_SV
+        if len(chosen) < len(flight.rows):
+            logits_SV = torch.cat([logits_SV[old : old + n] for _, old, n in _runs(chosen)])
         # A step ahead would overwrite logits that are still to be read.
         is_simple = all(item.needs_token and not _needs_logits(item) for item in items)
-        if not has_more and is_simple and all(self._may_follow(row) for row in rows):
-            self._ahead = self._launch(rows, feed_T=flight.token_S)
-        return flight.logits_SV, flight.read()
+        if not has_more and is_simple:
+            self._ahead = self._launch_ahead(flight, chosen)
+        sampled = flight.read()
+        return logits_SV, [sampled[i] for i in chosen]
 
     def drop_ahead(self) -> None:
         """Forget the step that was started ahead, since other steps come between."""
         self._ahead = None
 
-    def _may_follow(self, row: _Row) -> bool:
-        """Whether `row` will be wanted as far as can be known before its token is, and can run."""
-        sequence = row.sequence
-        params = sequence.request.sampling
-        return (
-            not sequence.request.needs_logits(row.index)
-            and row.index < params.max_tokens
-            and row.position + 1 < self._max_model_len
-            and row.position < len(sequence.page_ids) * PAGE_SIZE
-        )
+    def _launch_ahead(self, flight: _Flight, chosen: list[int]) -> _Flight | None:
+        """Start the step after `flight` for those of its rows that will go on, if it can run."""
+        following = [(i, flight.rows[i].next()) for i in chosen]
+        following = [(i, row) for i, row in following if not self._is_over(row)]
+        rows = [row for _, row in following]
+        if not rows or not all(row.can_run for row in rows):
+            return None
+        # A page that the step opens is not yet known to the pool.
+        opening = [row for row in rows if row.position % PAGE_SIZE == 0]
+        if opening:
+            self._pool.prepare([row.span for row in opening])
+        return self._launch(rows, feed=(flight.token_S, _runs([i for i, _ in following])))
 
-    def _launch(self, rows: list[_Row], feed_T: torch.Tensor | None = None) -> _Flight:
-        """Start a step; its tokens are `feed_T` on the device, or else those of the sequences."""
+    def _is_over(self, row: _Row) -> bool:
+        """Whether `row` will not be wanted, whatever the token before it is."""
+        num_allowed = row.sequence.request.sampling.max_tokens
+        return row.index >= num_allowed or row.position + 1 >= self._max_model_len
+
+    def _launch(
+        self, rows: list[_Row], feed: tuple[torch.Tensor, list[_Run]] | None = None
+    ) -> _Flight:
+        """Start a step; its tokens are those of the sequences.
+
+        With `feed` the host does not know them yet: they are these runs of what the last step that
+        was started gave its rows.
+        """
         size = _padded_size(len(rows))
         bucket = kv_bucket(max(row.position + 1 for row in rows), self._max_model_len)
+        self._turn = 1 - self._turn
+        # All rows of that step, in their places: it has moved them on itself.
+        is_filled = feed is not None and feed[1] == [(0, 0, len(feed[0]))]
+        is_filled &= not self._fills_each_step
         replay = self._replays.get((size, bucket))
         if replay is None:
             # The step runs before its capture: on padding, which no live page notices.
             self._fill([], size)
             replay = self._capture(lambda: self._step(size, bucket))
             self._replays[size, bucket] = replay
-        self._fill(rows, size)
-        if feed_T is not None:
-            self._inputs.device["token_id_T"][: len(rows)].copy_(feed_T)
-        logits_SV, token_S, sampled_S = (tensor[: len(rows)] for tensor in replay())
+            is_filled = False
+        for i, row in enumerate(rows):
+            # A new page: the slot was not known when the inputs moved on.
+            is_filled &= not self._page_table.set_row(i, row.sequence.page_ids)
+        if not is_filled:
+            self._fill(rows, size)
+            if feed is not None:
+                self._feed(*feed)
+        logits_SV, token_S = (tensor[: len(rows)] for tensor in replay())
         if self._expert_load is not None and self._expert_load.is_due:
             self._expert_load.take(self._routed[size, bucket], len(rows))
-        return _Flight(rows, logits_SV, token_S, sampled_S)
+        return _Flight(rows, logits_SV, token_S, self._sampled_2S[self._turn, : len(rows)])
 
-    def _step(self, size: int, bucket: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _feed(self, token_S: torch.Tensor, runs: list[_Run]) -> None:
+        token_id_T = self._inputs.device["token_id_T"]
+        for new, old, num in runs:
+            token_id_T[new : new + num].copy_(token_S[old : old + num])
+
+    def _step(self, size: int, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = {name: tensor[:size] for name, tensor in self._inputs.device.items()}
         step = StepTensors(
             token_id_T=inputs["token_id_T"],
@@ -168,7 +219,16 @@ class DecodeGraphs:
         if self._expert_load is not None:
             # The last time that this runs is the capture itself, whose tensors each replay fills.
             self._routed[size, bucket] = self._expert_load.routed()
-        return sample_step(logits_SV, self._sample, inputs)
+        token_S, is_ok_S = self._sample(logits_SV, sampling_of(inputs))
+        self._advance(
+            token_S,
+            is_ok_S,
+            step,
+            index_S=inputs["index_S"],
+            turn_1=self._inputs.device["turn_1"],
+            sampled_2S=self._sampled_2S,
+        )
+        return logits_SV, token_S
 
     def _fill(self, rows: list[_Row], size: int) -> None:
         host = self._inputs.next_host()
@@ -181,12 +241,12 @@ class DecodeGraphs:
             host["slot_T"][i] = page * PAGE_SIZE + position % PAGE_SIZE
             host["kv_len_S"][i] = position + 1
             fill_sampling(host, i, sequence, row.index)
-            self._page_table.set_row(i, sequence.page_ids)
+        host["turn_1"][0] = self._turn
         padding = slice(len(rows), size)
         for name, values in host.items():
-            values[padding] = -1 if name == "slot_T" else 0
-        spans = [span(row.sequence, row.position, row.position + 1) for row in rows]
-        self._pool.fill_decode(host, spans)
+            if name != "turn_1":
+                values[padding] = -1 if name == "slot_T" else 0
+        self._pool.fill_decode(host, [row.span for row in rows])
         self._inputs.upload()
 
 
@@ -206,6 +266,24 @@ class _Row:
     def next(self) -> _Row:
         return _Row(self.sequence, self.position + 1, self.index + 1)
 
+    @property
+    def span(self) -> Span:
+        return span(self.sequence, self.position, self.position + 1)
+
+    @property
+    def can_run(self) -> bool:
+        """Whether it has a page, and the device alone can choose its token."""
+        has_page = self.position < len(self.sequence.page_ids) * PAGE_SIZE
+        return has_page and not self.sequence.request.needs_logits(self.index)
+
+    def computes(self, item: BatchItem) -> bool:
+        """Whether this is `item`, with the token that the device went on with."""
+        return (
+            item.sequence is self.sequence
+            and item.start == self.position
+            and item.sequence.num_output == self.index
+        )
+
 
 class _Flight:
     """A step that was started, and its results."""
@@ -220,28 +298,40 @@ class _Flight:
         self.rows = rows
         self.logits_SV = logits_SV
         self.token_S = token_S
-        # The next replay of the graph overwrites its outputs: this copy is queued before it.
-        self._sampled_S = torch.empty(
-            len(rows), dtype=torch.int64, pin_memory=sampled_S.device.type == "cuda"
-        )
-        self._sampled_S.copy_(sampled_S, non_blocking=True)
-        self._done = Event(sampled_S.device)
+        self._sampled_S = sampled_S
+        self._done = Event(token_S.device)
         self._done.record()
 
-    def serves(self, items: list[BatchItem]) -> bool:
-        """Whether these items are the rows, each with the token that the device went on with."""
-        return len(items) == len(self.rows) and all(
-            item.sequence is row.sequence
-            and item.start == row.position
-            and item.sequence.num_output == row.index
-            for item, row in zip(items, self.rows, strict=True)
-        )
+    def find(self, items: list[BatchItem]) -> list[int] | None:
+        """Which row each item is; None if one of them is none."""
+        index_of = {row.sequence.request.request_id: i for i, row in enumerate(self.rows)}
+        found = [index_of.get(item.sequence.request.request_id) for item in items]
+        chosen = [i for i in found if i is not None]
+        if len(chosen) < len(items):
+            return None
+        pairs = zip(items, chosen, strict=True)
+        return chosen if all(self.rows[i].computes(item) for item, i in pairs) else None
 
     def read(self) -> list[int]:
         """Wait for the step; its sampled ids."""
         self._done.wait()
         sampled: list[int] = self._sampled_S.tolist()
         return sampled
+
+
+_Run = tuple[int, int, int]
+"""Rows that stay together: first new row, first old row, number."""
+
+
+def _runs(chosen: list[int]) -> list[_Run]:
+    """Old rows in their new order, as few runs as there can be: each is one copy."""
+    runs: list[_Run] = []
+    for new, old in enumerate(chosen):
+        if runs and old == runs[-1][1] + runs[-1][2]:
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((new, old, 1))
+    return runs
 
 
 def _needs_logits(item: BatchItem) -> bool:

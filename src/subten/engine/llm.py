@@ -322,7 +322,12 @@ class LLM:
         }
         return {
             "graphs": DecodeGraphs(
-                model, self.pool, max_batch=max_batch, expert_load=self.expert_load, **settings
+                model,
+                self.pool,
+                advance=model.ops.advance,
+                max_batch=max_batch,
+                expert_load=self.expert_load,
+                **settings,
             ),
             "prefill_graphs": PrefillGraphs(model, self.pool, **settings),
         }

@@ -22,9 +22,10 @@ from subten.engine.graph_inputs import (
     capture_cuda_graph,
     fill_sampling,
     kv_bucket,
-    sample_step,
+    sampling_of,
     span_of,
 )
+from subten.engine.scheduler import BAD_LOGITS
 from subten.kernels.step import QUERY_TILE, StepTensors
 
 CHUNK_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -96,14 +97,14 @@ class PrefillGraphs:
             self._fill(None, key[0])
             replay = self._replays[key] = self._capture(lambda: self._step(*key))
         self._fill(item, key[0])
-        logits_SV, _, sampled_S = replay()
+        logits_SV, sampled_S = replay()
         return logits_SV, sampled_S.tolist()
 
     def _key(self, item: BatchItem) -> tuple[int, int]:
         size = CHUNK_SIZES[bisect.bisect_left(CHUNK_SIZES, item.num_tokens)]
         return size, kv_bucket(item.start + item.num_tokens, self._max_model_len)
 
-    def _step(self, size: int, bucket: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _step(self, size: int, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = self._inputs.device
         step = StepTensors(
             token_id_T=inputs["token_id_T"][:size],
@@ -120,7 +121,8 @@ class PrefillGraphs:
         )
         rows = {**inputs, "row_T": inputs["row_T"][:size]} if "row_T" in inputs else inputs
         logits_SV = self._model(step, self._pool.chunk_step(rows))
-        return sample_step(logits_SV, self._sample, inputs)
+        token_S, is_ok_S = self._sample(logits_SV, sampling_of(inputs))
+        return logits_SV, torch.where(is_ok_S, token_S, BAD_LOGITS)
 
     def _fill(self, item: BatchItem | None, size: int) -> None:
         host = self._inputs.next_host()

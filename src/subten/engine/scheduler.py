@@ -40,7 +40,8 @@ class Scheduler:
 
     A step is `schedule()`, then `commit(batch, tokens)`, then `finish` for those that ended. All
     pages that a sequence needs for the tokens it has are taken at its admission, so that a prefill
-    once begun never waits for pages; after that it takes one page every PAGE_SIZE tokens.
+    once begun never waits for pages; after that it takes one page every PAGE_SIZE tokens, and that
+    a step early while there are more than enough, so that the step after it can run ahead.
     `on_release(request_id)` is called before a sequence lets go of its pages.
 
     `max_prefill_tokens`, if given, bounds the prompt tokens of a step that decodes as well: it is
@@ -224,7 +225,21 @@ class Scheduler:
                 assert len(self.running) > 1, (len(sequence.token_ids), self.capacity)
                 return False
             self._preempt(youngest)
-        return True
+        if not self._may_take_early(sequence):
+            return True
+        page_ids = self._allocate(1, sequence)
+        sequence.page_ids.extend(page_ids or ())
+        return page_ids is not None
+
+    def _may_take_early(self, sequence: Sequence) -> bool:
+        """Whether a sequence will need one more page in the next step, and nobody else this one."""
+        num_tokens = len(sequence.token_ids)
+        return (
+            num_tokens == len(sequence.page_ids) * PAGE_SIZE
+            and sequence.num_output + 1 < sequence.request.sampling.max_tokens
+            and num_tokens + 1 < self.max_seq_len
+            and self.allocator.num_available > len(self.running)
+        )
 
     def _preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back to the queue; its tokens stay, its pages go."""

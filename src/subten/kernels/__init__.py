@@ -20,6 +20,7 @@ BACKENDS = ("cuda", "triton", "torch")
 """
 
 _TABLE: Mapping[str, tuple[str, str | None]] = {
+    "embed": ("embed", None),
     "rms_norm": ("norm_rope", None),
     "norm_rope": ("norm_rope", None),
     "linear": ("linear", "linear"),
@@ -32,6 +33,7 @@ _TABLE: Mapping[str, tuple[str, str | None]] = {
     "attend_mixed": ("attend_mixed", None),
     "demote_values": ("demote", None),
     "sample": ("sample", None),
+    "advance": ("advance", None),
 }
 
 OPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
@@ -49,6 +51,7 @@ OPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
 class Ops:
     """One implementation of every op, chosen once; `backend` says which serves which op."""
 
+    embed: Callable[..., Any]
     rms_norm: Callable[..., Any]
     norm_rope: Callable[..., Any]
     linear: Callable[..., Any]
@@ -61,6 +64,7 @@ class Ops:
     attend_mixed: Callable[..., Any]
     demote_values: Callable[..., Any]
     sample: Callable[..., Any]
+    advance: Callable[..., Any]
     backend: Mapping[str, str]
 
 

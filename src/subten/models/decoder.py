@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from subten.codecs import KVFormat
@@ -86,7 +85,7 @@ class Decoder(nn.Module):
         """
         # The residual stream stays float32: bfloat16 would round it off at each of the 2 L
         # additions (science/bf16_residual.py), and the stream is few bytes.
-        x_TD = F.embedding(step.token_id_T, self.embedding_VD).float()
+        x_TD = self.ops.embed(step.token_id_T, self.embedding_VD)
         bad_T = None
         each: Iterable[torch.Tensor | LayerPages]
         if isinstance(pages_LPGB, AdaptiveStep):
@@ -102,7 +101,8 @@ class Decoder(nn.Module):
                 cos_sin_PD=self.cos_sin_PD,
                 rotation_DD=self.rotation_DD,
             )
-        x_SD = x_TD if all_rows else x_TD[step.logit_row_S]
+        # Where each sequence has one token, the rows that are wanted are all there are.
+        x_SD = x_TD if all_rows or step.max_query_len == 1 else x_TD[step.logit_row_S]
         logits_SV = self._logits(x_SD)
         if bad_T is None:
             return logits_SV

@@ -12,7 +12,7 @@ from subten.core import TokenLogprobs
 from subten.serve.context import Context, new_id
 from subten.serve.errors import bad_field, json_response
 from subten.serve.generation import Generation, Job, Piece
-from subten.serve.logprobs import TokenTexts, completion_logprobs
+from subten.serve.logprobs import CompletionLogprobs, TokenTexts
 from subten.serve.protocol import CompletionBody, parse
 from subten.serve.requests import (
     check_stream_options,
@@ -56,7 +56,7 @@ class _Writer:
         if body.logprobs is not None:
             self._texts = TokenTexts(context.need_tokenizer("logprobs"))
         self._echo = echo
-        self._offsets: dict[int, int] = {}
+        self._begun: dict[int, CompletionLogprobs | None] = {}
         self.head = {
             "id": new_id("cmpl"),
             "object": "text_completion",
@@ -67,19 +67,18 @@ class _Writer:
     def choice(self, piece: Piece) -> dict[str, Any]:
         """A piece as a choice; the first one of an answer begins with the echo."""
         index = piece.index
-        is_first = index not in self._offsets
-        text = (self._echo.text(index) if is_first else "") + piece.text
-        offset = self._offsets.setdefault(index, 0)
-        logprobs = None
-        if self._texts is not None:
+        is_first = index not in self._begun
+        if is_first:
+            self._begun[index] = None if self._texts is None else CompletionLogprobs(self._texts)
+        maker, logprobs = self._begun[index], None
+        if maker is not None:
             entries: list[TokenLogprobs | int] = list(piece.logprobs)
             if is_first and self._echo.is_on:
                 entries = [self._echo.first_id(index), *(piece.prompt_logprobs or ()), *entries]
-            logprobs = completion_logprobs(self._texts, entries, offset=offset)
-        self._offsets[index] = offset + len(text)
+            logprobs = maker.of(entries)
         return {
             "index": index,
-            "text": text,
+            "text": (self._echo.text(index) if is_first else "") + piece.text,
             "logprobs": logprobs,
             "finish_reason": piece.finish_reason,
         }

@@ -74,37 +74,43 @@ def chat_logprobs(texts: TokenTexts, entries: Sequence[TokenLogprobs]) -> dict[s
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(
-    texts: TokenTexts, entries: Sequence[TokenLogprobs | int], *, offset: int
-) -> dict[str, Any]:
-    """`logprobs` of a completion choice; a plain id is a token without one, a prompt's first.
+class CompletionLogprobs:
+    """Makes the `logprobs` of one answer to a completion, piece by piece.
 
-    `offset` is where in the text the first token begins, in characters.
+    `text_offset` is where in the text a token begins, in characters. It is counted from the tokens:
+    the text of a piece may lag behind them, and may end where a token is within a character.
     """
-    tokens: list[str] = []
-    chosen: list[float | None] = []
-    tops: list[dict[str, float] | None] = []
-    offsets: list[int] = []
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    num_chars = offset
-    for found in entries:
-        token_id = found if isinstance(found, int) else found.token_id
-        offsets.append(num_chars)
-        num_chars += len(decoder.decode(texts.bytes_of(token_id)))
-        tokens.append(texts.text_of(token_id))
-        if isinstance(found, int):
-            chosen.append(None)
-            tops.append(None)
-        else:
-            chosen.append(_number(found.logprob))
-            top = {texts.text_of(i): _number(logprob) for i, logprob in found.top}
-            tops.append({texts.text_of(token_id): _number(found.logprob)} | top)
-    return {
-        "tokens": tokens,
-        "token_logprobs": chosen,
-        "top_logprobs": tops,
-        "text_offset": offsets,
-    }
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_chars = 0
+
+    def of(self, entries: Sequence[TokenLogprobs | int]) -> dict[str, Any]:
+        """`logprobs` of the next tokens; a plain id is one without a number, a prompt's first."""
+        texts = self._texts
+        tokens: list[str] = []
+        chosen: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        for found in entries:
+            token_id = found if isinstance(found, int) else found.token_id
+            offsets.append(self._num_chars)
+            self._num_chars += len(self._decoder.decode(texts.bytes_of(token_id)))
+            tokens.append(texts.text_of(token_id))
+            if isinstance(found, int):
+                chosen.append(None)
+                tops.append(None)
+            else:
+                chosen.append(_number(found.logprob))
+                top = {texts.text_of(i): _number(logprob) for i, logprob in found.top}
+                tops.append({texts.text_of(token_id): _number(found.logprob)} | top)
+        return {
+            "tokens": tokens,
+            "token_logprobs": chosen,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
 
 
 def _number(logprob: float) -> float:
