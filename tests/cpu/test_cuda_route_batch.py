@@ -165,7 +165,7 @@ def test_route_of_real_shapes(randn, num_tokens, num_experts, dim, top_k):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_tokens", [32, 512])
-def test_graph_replays_give_equal_bits(randn, num_tokens, device):
+def test_graph_replays_give_equal_bits(randn, num_tokens):
     x_TD, norm_weight_D, gate_ED = make(randn, T=num_tokens, E=128, D=2048)
     options = {"eps": EPS, "top_k": 8, "renormalize": True, "scaling_factor": 1.0}
     torch.cuda.synchronize()

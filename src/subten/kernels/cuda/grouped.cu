@@ -170,6 +170,12 @@ INLINE void swap(T& a, T& b) {
     a = b, b = other;
 }
 
+INLINE void unpack8(float (&v)[8], uint4 bits) {
+    v[0] = low_bf16(bits.x), v[1] = high_bf16(bits.x), v[2] = low_bf16(bits.y);
+    v[3] = high_bf16(bits.y), v[4] = low_bf16(bits.z), v[5] = high_bf16(bits.z);
+    v[6] = low_bf16(bits.w), v[7] = high_bf16(bits.w);
+}
+
 INLINE void store_pair(u16* to, float low, float high) {
     *reinterpret_cast<u32*>(to) = pack_bf16(low, high);
 }
@@ -355,40 +361,44 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
 __global__ void __launch_bounds__(256)
     combine_kernel(const u16* y, const float* topk_weight, const void* residual,
                    i64 residual_stride, void* out, int residual_is_bf16, int top_k, int dim) {
+    launch_dependents();
     wait_for_previous_kernels();
     const int token = blockIdx.x, units = dim / 8;
     const float* weight = topk_weight + (i64)token * top_k;
     for (int u = threadIdx.x; u < units; u += blockDim.x) {
-        float sum[8] = {};
+        const i64 from = token * residual_stride + u * 8, to = (i64)token * dim + u * 8;
+        float sum[8] = {}, before[8];
+        // Asked for first, so that it comes with the others.
+        if (residual_is_bf16) {
+            unpack8(before, *reinterpret_cast<const uint4*>(
+                                reinterpret_cast<const u16*>(residual) + from));
+        } else {
+            const float4* r = reinterpret_cast<const float4*>(
+                reinterpret_cast<const float*>(residual) + from);
+            const float4 a = r[0], b = r[1];
+            before[0] = a.x, before[1] = a.y, before[2] = a.z, before[3] = a.w;
+            before[4] = b.x, before[5] = b.y, before[6] = b.z, before[7] = b.w;
+        }
         const uint4* row = reinterpret_cast<const uint4*>(y + (i64)token * top_k * dim) + u;
 #pragma unroll 8
         for (int k = 0; k < top_k; ++k) {
             const uint4 v = load_from_l2(row + (i64)k * units);
             const float w = load_from_l2(weight + k);
-            const u32 words[4] = {v.x, v.y, v.z, v.w};
+            float value[8];
+            unpack8(value, v);
 #pragma unroll
-            for (int i = 0; i < 8; ++i)
-                sum[i] = multiply_add(
-                    w, i % 2 ? high_bf16(words[i / 2]) : low_bf16(words[i / 2]), sum[i]);
+            for (int i = 0; i < 8; ++i) sum[i] = multiply_add(w, value[i], sum[i]);
         }
-        const i64 from = token * residual_stride + u * 8, to = (i64)token * dim + u * 8;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum[i] += before[i];
         if (residual_is_bf16) {
-            const u16* r = reinterpret_cast<const u16*>(residual) + from;
             u16* o = reinterpret_cast<u16*>(out) + to;
 #pragma unroll
-            for (int i = 0; i < 8; i += 2)
-                store_pair(o + i, low_bf16(r[i]) + sum[i], low_bf16(r[i + 1]) + sum[i + 1]);
+            for (int i = 0; i < 8; i += 2) store_pair(o + i, sum[i], sum[i + 1]);
         } else {
-            const float4* r = reinterpret_cast<const float4*>(
-                reinterpret_cast<const float*>(residual) + from);
             float4* o = reinterpret_cast<float4*>(reinterpret_cast<float*>(out) + to);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                float4 v = r[i];
-                v.x += sum[4 * i], v.y += sum[4 * i + 1], v.z += sum[4 * i + 2],
-                    v.w += sum[4 * i + 3];
-                o[i] = v;
-            }
+            o[0] = {sum[0], sum[1], sum[2], sum[3]};
+            o[1] = {sum[4], sum[5], sum[6], sum[7]};
         }
     }
 }

@@ -6,6 +6,7 @@ Letters: T tokens, N output features, K inputs.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -69,7 +70,7 @@ class TilePlan:
         """Inputs of the longest slice."""
         num_blocks, parts = dim // block, self.slices * self.warps_k
         edges = [num_blocks * i * self.warps_k // parts for i in range(self.slices + 1)]
-        return block * max(b - a for a, b in zip(edges, edges[1:], strict=False))
+        return block * max(b - a for a, b in itertools.pairwise(edges))
 
     def norms(self, dim: int, weight_format: str) -> bool:
         """Whether the kernel norms float32 inputs; otherwise a launch before it does."""
