@@ -11,8 +11,8 @@
 INLINE void sync_cluster() {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
-        "barrier.cluster.arrive.release.aligned;\n\t"
-        "barrier.cluster.wait.acquire.aligned;" ::: "memory");
+        "barrier.cluster.arrive.release;\n\t"
+        "barrier.cluster.wait.acquire;" ::: "memory");
 #endif
 }
 
