@@ -1,7 +1,7 @@
 // The names of src/subten/kernels/cuda/device.cuh on a CPU, so that kernels run without a GPU.
 //
 // A thread of a block is a fiber. It runs until it needs the others (a barrier, a shuffle, `mma`),
-// then the next one runs; blocks run one after another, those of a cluster together. `mma` follows the layout in the PTX ISA
+// then the next one runs; blocks run one after another. `mma` follows the layout in the PTX ISA
 // (mma.m16n8k16, .bf16) by its own formulas. Shared memory begins as NaN.
 #ifndef SUBTEN_DEVICE_CUH
 #define SUBTEN_DEVICE_CUH
@@ -59,12 +59,8 @@ inline ucontext_t scheduler;
 inline std::vector<Fiber> fibers;
 inline std::vector<Slot> slots;
 inline std::vector<Barrier> warp_barriers;
-inline int current, block_threads, cluster_blocks, first_block_x;
-inline std::vector<Barrier> block_barriers;
-inline std::vector<int> num_live;  // of each block of the cluster
-inline Barrier cluster_barrier;
-inline int shared_stride;  // bytes from a block's shared memory to the next one's of its cluster
-inline u8* cluster_shared;
+inline Barrier block_barrier;
+inline int current, num_live;
 inline std::function<void()> body;
 // A thread that never waited for earlier kernels is a bug that a GPU shows rarely.
 inline std::vector<bool> has_waited;
@@ -85,41 +81,26 @@ inline void meet(Barrier& barrier, int num_expected) {
     while (barrier.round == round) yield();
 }
 
-inline int own_block() { return current / block_threads; }
-inline void meet_block() { meet(block_barriers[own_block()], num_live[own_block()]); }
-
 inline void meet_warp() { meet(warp_barriers[current / WARP], WARP); }
 inline Slot* warp_slots() { return &slots[current / WARP * WARP]; }
 
 inline void run_fiber() {
     body();
     fibers[current].is_done = true;
-    const int left = --num_live[own_block()];
-    Barrier& barrier = block_barriers[own_block()];
-    if (barrier.waiting > 0 && barrier.waiting == left) {
-        barrier.waiting = 0;
-        ++barrier.round;
+    --num_live;
+    if (block_barrier.waiting > 0 && block_barrier.waiting == num_live) {
+        block_barrier.waiting = 0;
+        ++block_barrier.round;
     }
 }
 
-// What a thread sees of the machine besides its own variables.
-inline void enter(int thread) {
-    current = thread;
-    threadIdx.x = thread % block_threads;
-    blockIdx.x = first_block_x + own_block();
-    dynamic_shared = cluster_shared + own_block() * shared_stride;
-}
-
-inline void run_cluster(std::function<void()> kernel) {
-    const int num_threads = cluster_blocks * block_threads;
+inline void run_block(int num_threads, std::function<void()> kernel) {
     body = kernel;
     if ((int)fibers.size() < num_threads) fibers.resize(num_threads);
     slots.assign(num_threads, {});
     warp_barriers.assign(num_threads / WARP, {});
-    block_barriers.assign(cluster_blocks, {});
-    cluster_barrier = {};
-    num_live.assign(cluster_blocks, block_threads);
-    int left = num_threads;
+    block_barrier = {};
+    num_live = num_threads;
     has_waited.assign(num_threads, false);
     for (int i = 0; i < num_threads; ++i) {
         Fiber& fiber = fibers[i];
@@ -130,13 +111,12 @@ inline void run_cluster(std::function<void()> kernel) {
         fiber.context.uc_link = &scheduler;
         makecontext(&fiber.context, run_fiber, 0);
     }
-    for (long round = 0; left > 0; ++round) {
+    for (long round = 0; num_live > 0; ++round) {
         if (round > 10'000'000) std::abort();  // threads wait for one another
-        for (int thread = 0; thread < num_threads; ++thread) {
-            if (fibers[thread].is_done) continue;
-            enter(thread);
-            swapcontext(&scheduler, &fibers[thread].context);
-            left -= fibers[thread].is_done;
+        for (current = 0; current < num_threads; ++current) {
+            if (fibers[current].is_done) continue;
+            threadIdx.x = current;
+            swapcontext(&scheduler, &fibers[current].context);
         }
     }
     for (bool waited : has_waited)
@@ -144,23 +124,17 @@ inline void run_cluster(std::function<void()> kernel) {
     if (at_block_end) at_block_end();
 }
 
-// `cluster` blocks along x run at once.
-inline void run_grid(dim3 grid, int num_threads, int shared_bytes, std::function<void()> kernel,
-                     int cluster = 1) {
-    const int in_each = shared_bytes / sizeof(float4) + 1;
-    std::vector<float4> shared(in_each * cluster);
-    cluster_shared = reinterpret_cast<u8*>(shared.data());
-    shared_stride = in_each * sizeof(float4);
+inline void run_grid(dim3 grid, int num_threads, int shared_bytes, std::function<void()> kernel) {
+    std::vector<float4> shared(shared_bytes / sizeof(float4) + 1);
+    dynamic_shared = reinterpret_cast<u8*>(shared.data());
     gridDim = grid;
     blockDim = {num_threads, 1, 1};
-    block_threads = num_threads;
-    cluster_blocks = cluster;
     for (int z = 0; z < grid.z; ++z)
         for (int y = 0; y < grid.y; ++y)
-            for (first_block_x = 0; first_block_x < grid.x; first_block_x += cluster) {
-                std::memset(cluster_shared, 0xff, shared.size() * sizeof(float4));
-                blockIdx = {first_block_x, y, z};
-                run_cluster(kernel);
+            for (int x = 0; x < grid.x; ++x) {
+                std::memset(dynamic_shared, 0xff, shared.size() * sizeof(float4));
+                blockIdx = {x, y, z};
+                run_block(num_threads, kernel);
             }
 }
 
@@ -173,11 +147,11 @@ T as(const void* from) {
 
 }  // namespace emulation
 
-inline void __syncthreads() { emulation::meet_block(); }
+inline void __syncthreads() { emulation::meet(emulation::block_barrier, emulation::num_live); }
 inline void sync_warp() { emulation::meet_warp(); }
 inline void wait_for_previous_kernels() {
     if (emulation::at_wait) {
-        emulation::meet_block();
+        emulation::meet(emulation::block_barrier, emulation::num_live);
         emulation::at_wait();
     }
     emulation::has_waited[emulation::current] = true;

@@ -36,6 +36,6 @@ extern "C" int emulate(const char* name, int x, int y, int z, int block, int sha
                        int cluster, void** args) {
     const auto found = kernels.find(name);
     if (found == kernels.end()) return 1;
-    emulation::run_grid({x, y, z}, block, shared_bytes, [&] { found->second(args); }, cluster);
+    emulation::run_clusters({x, y, z}, block, shared_bytes, cluster, [&] { found->second(args); });
     return 0;
 }

@@ -13,7 +13,6 @@
 // and the norm's weights are in registers before the wait: static, and most of the bytes.
 // Bytes: E * D * 4 of gate, once; T * D * itemsize of x a block of threads (from L2).
 #include "gemv.cuh"
-#include "route_pick.cuh"
 
 #define ROUTE_THREADS 256
 #define ROUTE_WARPS (ROUTE_THREADS / WARP)
@@ -22,6 +21,19 @@
 // Bits of a score that is not there yet: a NaN that the kernel never writes. `route.py` has it too.
 #define UNSET (-1)
 #define BAD_SCORE 0x7fc00000
+// Key of an expert that is chosen already or does not exist, below every float's.
+#define TAKEN (-0x7fffffff - 1)
+
+// Integers in the order of the floats; NaN counts as the lowest, and -0.0 ties with 0.0.
+INLINE int sort_key(float score) {
+    float clean = score == score ? score : bits_float(0xff800000);
+    if (clean == 0.0f) clean = 0.0f;
+    const int bits = float_bits(clean);
+    return bits < 0 ? bits ^ 0x7fffffff : bits;
+}
+
+INLINE float key_score(int key) { return bits_float(key < 0 ? key ^ 0x7fffffff : key); }
+
 INLINE void load_unit(float (&gate)[8], uint4& weight, const float* gate_row,
                       const u16* norm_weight, int unit) {
     const uint4 a = load_stream(gate_row + unit * 8), b = load_stream(gate_row + unit * 8 + 4);
@@ -32,7 +44,8 @@ INLINE void load_unit(float (&gate)[8], uint4& weight, const float* gate_row,
 }
 
 // Waits for one token's scores, leaves them unset for the next launch, and picks the K best, by one
-// warp.
+// warp: K passes of find and mask, as `_select` in route.py. A lane holds KEYS experts from
+// lane * KEYS on, so the first lane of those with the best key holds the lowest id.
 template <int KEYS>
 INLINE void select_experts(float* score, int* topk_id, float* topk_weight, int num_experts,
                            int top_k, bool renormalize, float scaling_factor, int lane) {
@@ -48,11 +61,41 @@ INLINE void select_experts(float* score, int* topk_id, float* topk_weight, int n
         }
     } while (!is_set);
 
+    int key[KEYS], best, at;
+    auto find_best = [&] {
+        best = key[0], at = 0;
+#pragma unroll
+        for (int i = 1; i < KEYS; ++i)
+            if (key[i] > best) best = key[i], at = i;
+    };
+#pragma unroll
+    for (int i = 0; i < KEYS; ++i) {
+        key[i] = first + i < num_experts ? sort_key(value[i]) : TAKEN;
+        if (first + i < num_experts) score[first + i] = bits_float(UNSET);
+    }
+    find_best();
+    int most = warp_max(best), own_key = 0;
+    const float largest = key_score(most);
+    float sum = 0;
 #pragma unroll
     for (int i = 0; i < KEYS; ++i)
-        if (first + i < num_experts) score[first + i] = bits_float(UNSET);
-    pick_experts(value, topk_id, topk_weight, num_experts, top_k, renormalize, scaling_factor,
-                 lane);
+        if (first + i < num_experts) sum += exponential(value[i] - largest);
+    sum = sum_over_lanes<WARP>(sum);
+
+    for (int k = 0; k < top_k; ++k) {
+        if (k > 0) most = warp_max(best);
+        if (lane == k) own_key = most;
+        if (lane == lowest_bit(lanes_where(best == most))) {
+            topk_id[k] = first + at;
+#pragma unroll
+            for (int i = 0; i < KEYS; ++i)
+                if (i == at) key[i] = TAKEN;
+            find_best();
+        }
+    }
+    float own_weight = lane < top_k ? exponential(key_score(own_key) - largest) / sum : 0.0f;
+    if (renormalize) own_weight /= sum_over_lanes<WARP>(own_weight);
+    if (lane < top_k) topk_weight[lane] = own_weight * scaling_factor;
 }
 
 template <int KEYS>

@@ -20,7 +20,7 @@
 // cycles of FMA. Not measured yet.
 #include "cluster_device.cuh"
 #include "gemv.cuh"
-#include "route_pick.cuh"
+#include "select.cuh"
 
 #define BATCH_THREADS 256
 #define BATCH_WARPS (BATCH_THREADS / WARP)
@@ -174,8 +174,11 @@ __global__ void __launch_bounds__(BATCH_THREADS, 1)
 #pragma unroll
         for (int i = 0; i < KEYS; ++i) value[i] *= inverse[t];
         const i64 at = (i64)(first_token + t) * top_k;
-        pick_experts(value, topk_id + at, topk_weight + at, num_experts, top_k, renormalize,
-                     scaling_factor, lane);
+        const Picks picks = select_experts(value, num_experts, top_k, lane,
+                                           [&](int k, int expert) { topk_id[at + k] = expert; });
+        const float weight = expert_weight(value, picks, num_experts, top_k, renormalize,
+                                           scaling_factor, lane);
+        if (lane < top_k) topk_weight[at + lane] = weight;
     }
     for (int t = warp; t < count; t += BATCH_WARPS)
         for (int u = lane; u < units; u += WARP) {
