@@ -70,8 +70,9 @@ inline u32 multiply_add_bf16x2(u32 a, u32 b, u32 c) {
 inline u32 choose_bytes(u32 v, u32 selector) {
     u32 out = 0;
     for (int i = 0; i < 4; ++i) {
-        const u32 nibble = selector >> 4 * i & 7;  // byte 4 and above are those of zero
-        out |= (nibble < 4 ? v >> 8 * nibble & 0xff : 0) << 8 * i;
+        const u32 nibble = selector >> 4 * i & 15, byte = v >> 8 * (nibble & 3) & 0xff;
+        if (nibble & 4) std::abort();
+        out |= (nibble & 8 ? (byte & 0x80 ? 0xff : 0) : byte) << 8 * i;
     }
     return out;
 }

@@ -38,8 +38,13 @@ INLINE u32 multiply_add_bf16x2(u32 a, u32 b, u32 c) {
     return d;
 }
 
-// Four bytes of `v`, the lowest nibble of `selector` saying which becomes the lowest; 4 is zero.
-INLINE u32 choose_bytes(u32 v, u32 selector) { return __byte_perm(v, 0, selector); }
+// Four bytes of `v`, the lowest nibble of `selector` saying which becomes the lowest; with 8 added,
+// eight times that byte's sign.
+INLINE u32 choose_bytes(u32 v, u32 selector) {
+    u32 out;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(out) : "r"(v), "r"(selector));
+    return out;
+}
 
 // (v & mask) | bits in one instruction; the compiler, given constants, takes two.
 INLINE u32 mask_or(u32 v, u32 mask, u32 bits) {

@@ -32,24 +32,22 @@ struct Bf16Codes {
 };
 
 // E4M3, C = 16: exponent and mantissa of a code, shifted into those of a bf16, are 2^-120 of its
-// value, subnormals included. Two codes take five instructions, exact, and the two products of
-// integers are not on the pipe of shifts and masks, which would be the narrowest.
+// value, subnormals included. Two codes take four instructions, exact: bytes made 16 bits wide with
+// their sign, so that one shift and one mask leave the sign on top.
 struct Fp8Codes {
     static constexpr int CODES = 16, TOGETHER = 1;
     static constexpr bool HAS_ROW_SCALE = true, HAS_GROUP_SCALE = false;
 
-    // Of codes in bytes 0 and 2, others zero: 16 * 0x80 + 0xf0 * 0x80 is the sign of a bf16.
-    static INLINE u32 value(u32 codes) {
-        const u32 bits = codes * 16 + (codes & 0x00800080u) * 0xf0;
-        return multiply_add_bf16x2(bits, 0x7b807b80u, 0x80008000u);  // * 2^120 - 0
+    static INLINE u32 value(u32 wide) {
+        return multiply_add_bf16x2(wide << 4 & 0x87f087f0u, 0x7b807b80u, 0x80008000u);  // * 2^120 - 0
     }
 
     static INLINE void pairs(u32 (&pair)[4], const uint4& v, int unit) {
         const u32 first = unit == 0 ? v.x : v.z, second = unit == 0 ? v.y : v.w;
-        pair[0] = value(choose_bytes(first, 0x4140));
-        pair[1] = value(choose_bytes(first, 0x4342));
-        pair[2] = value(choose_bytes(second, 0x4140));
-        pair[3] = value(choose_bytes(second, 0x4342));
+        pair[0] = value(choose_bytes(first, 0x9180));
+        pair[1] = value(choose_bytes(first, 0xb3a2));
+        pair[2] = value(choose_bytes(second, 0x9180));
+        pair[3] = value(choose_bytes(second, 0xb3a2));
     }
 };
 
