@@ -26,6 +26,7 @@ from subten.codecs import KVFormat, kv_format
 from subten.codecs.rotation import hadamard
 from subten.core import PAGE_SIZE
 from subten.kernels import kv_append as triton_append
+from subten.kernels.cuda import kv_append as cuda_append
 from subten.kernels.cuda import runtime
 from subten.kernels.cuda.kv_append import (
     ENCODERS,
@@ -144,8 +145,11 @@ def test_rows_and_queries(
 
 @pytest.mark.usefixtures("kernels", "poisoned")
 @pytest.mark.parametrize("num_tokens", [FEW_TOKENS, FEW_TOKENS + 1])
-def test_many_tokens_have_the_bytes_of_few(randn: Randn, num_tokens: int) -> None:
+def test_many_tokens_have_the_bytes_of_few(
+    randn: Randn, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
     """Blocks of one warp, and of several, the last of which has none of its own."""
+    monkeypatch.setattr(cuda_append, "MAX_TOKENS", 1000)
     fmt = kv_format("int4", 64)
     x_TGD, q_THD = randn(num_tokens, 1, 64), randn(num_tokens, 2, 64)
     slots = [-1 if i % 9 == 4 else i for i in range(num_tokens)]
@@ -333,7 +337,7 @@ def test_offsets_pass_four_gigabytes(randn: Randn, device: torch.device) -> None
 
 
 @pytest.mark.parametrize(
-    "what", ["codec", "head_dim", "none", "dtype", "channels", "odd", "norms", "pages"]
+    "what", ["codec", "head_dim", "tokens", "none", "dtype", "channels", "odd", "norms", "pages"]
 )
 def test_the_rest_goes_to_triton(randn: Randn, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     calls: list[tuple[Any, Any]] = []
@@ -341,7 +345,7 @@ def test_the_rest_goes_to_triton(randn: Randn, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(runtime, "launch", refuse_launch)
     head_dim = 96 if what == "head_dim" else 64
     fmt = kv_format("fp4" if what == "codec" else "int8", head_dim)
-    num_tokens = 0 if what == "none" else 2
+    num_tokens = {"tokens": 65, "none": 0}.get(what, 2)
     x_TGD = randn(num_tokens, 2, head_dim, dtype=torch.bfloat16)
     pages_PGB = make_pages(fmt, 2, 2, x_TGD.device)
     options: dict[str, Any] = {}
