@@ -28,7 +28,7 @@ ENCODERS: Mapping[str, str] = {
 HEAD_DIMS = (64, 128, 256)
 
 MAX_TOKENS = 64
-"""With a block a row, 512 tokens took 25 us, and Triton 7 to 10; with more warps not measured yet."""
+"""For 512 a block a row took 25 us, Triton 7 to 10; blocks of more rows are not measured yet."""
 
 FEW_TOKENS = 64
 """Tokens up to which each row has a block of its own."""
