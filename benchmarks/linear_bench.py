@@ -108,7 +108,7 @@ class Case:
             parts = slices * warps_k
             groups = -(-self.num_rows // plan.rows)
             # All warps of a launch together, or an SM's, for a matrix that fills it many times.
-            is_large = groups * slices > 8 * linear_tiles.NUM_SMS
+            is_large = groups * slices > 8 * linear_tiles.SLOTS[1]
             is_wave = 90 <= groups * slices <= 132 or (is_large and warps_n in (2, 4, 8))
             has_work = parts <= num_blocks and (depth == 2 or num_blocks > 2 * parts)
             if plan != table and plan.warps in (8, 10, 12) and is_wave and has_work:

@@ -106,7 +106,7 @@ def test_linear_of_every_kind_of_plan(randn, weight_format, plan, parts):
 @pytest.mark.parametrize("num_tokens", [1, 9, 16, 17, 32, 33, 67])
 @pytest.mark.usefixtures("kernels", "poisoned")
 def test_linear_of_odd_numbers_of_tokens(randn, weight_format, num_tokens):
-    """Tiles of 16, 32 and 64 tokens, full and not; 67 are two tiles."""
+    """Tiles of 16, 32 and 48 tokens, full and not; 67 are two tiles."""
     sizes = {"T": num_tokens, "N": 96, "K": 640}
     parts = "norm residual" if num_tokens % 3 else "bias"
     check(randn, **sizes, weight_format=weight_format, parts=parts, plan=SMALL)
@@ -118,7 +118,7 @@ def test_linear_of_odd_numbers_of_tokens(randn, weight_format, num_tokens):
 @pytest.mark.usefixtures("kernels", "poisoned")
 def test_a_block_walks_over_groups_of_rows(monkeypatch, randn, weight_format, plan, num_sms):
     """Five groups for one lane, or two: weights of the next one are asked for while one ends."""
-    monkeypatch.setattr(linear_tiles, "NUM_SMS", num_sms)
+    monkeypatch.setattr(linear_tiles, "SLOTS", {1: num_sms, 2: num_sms})
     sizes = {"T": 11, "N": 64 * 4 + 32, "K": 640}
     check(randn, **sizes, weight_format=weight_format, parts="norm bias residual", plan=plan)
 
@@ -173,7 +173,7 @@ def test_plans_hold_what_the_kernel_relies_on(shape, weight_format):
     plan = plan_tiles(num_rows, dim, weight_format)
     plan.check(dim, weight_format)
     assert plan.warps <= 12
-    for num_tokens in (9, 16, 32, 64, 100, 128):
+    for num_tokens in (9, 16, 32, 48, 100):
         for is_normed in {False, plan.norms(dim, weight_format)}:
             made = linear_tiles.launch_shape(
                 num_tokens, num_rows, dim, weight_format, plan, is_normed=is_normed
@@ -183,7 +183,7 @@ def test_plans_hold_what_the_kernel_relies_on(shape, weight_format):
             assert made.row_bytes % 128 == 64
             # All at once, or lanes that walk.
             num_blocks = plan.slices * made.lanes * made.num_tiles
-            assert num_blocks <= linear_tiles.NUM_SMS * made.num_tiles
+            assert num_blocks <= linear_tiles.SLOTS[plan.slices] * made.num_tiles
 
 
 def test_a_bad_plan_is_refused(randn):

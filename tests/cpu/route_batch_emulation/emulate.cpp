@@ -25,7 +25,7 @@ Launch unpack(void (*kernel)(Args...)) {
 
 #define ONE(KEYS, TOKENS) \
     {"route_batch_kernel<" #KEYS ", " #TOKENS ">", unpack(route_batch_kernel<KEYS, TOKENS>)}
-#define ALL(KEYS) ONE(KEYS, 4), ONE(KEYS, 8), ONE(KEYS, 16), ONE(KEYS, 32)
+#define ALL(KEYS) ONE(KEYS, 4), ONE(KEYS, 8)
 
 const std::map<std::string, Launch> kernels = {ALL(1), ALL(2), ALL(4), ALL(8)};
 

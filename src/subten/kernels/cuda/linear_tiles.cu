@@ -112,9 +112,9 @@ struct Tokens {
     }
 };
 
-// What stands around the sums of four neighbouring rows of a token.
+// What stands around the sums of four neighbouring rows, of one token.
 struct Around {
-    float factor[4], add[4];
+    float factor[4], bias[4], residual[4];
 };
 
 // Shared memory: tokens, then the larger of float32 tokens and partial sums (twice, `buffer_floats`
@@ -167,38 +167,39 @@ __global__ void __launch_bounds__(WARP* WARPS, 1)
     for (int s = 0; s < DEPTH; ++s)
         if (s < own_blocks) load(ring[s]);
 
-    // Sums that this thread finishes: quads of rows of a token, every THREADS-th of the block's
-    // share of the cluster's.
-    const int quads = rows_each / 4, all_quads = quads * num_tokens;
-    const int share_start = part_start(all_quads, slice, num_slices);
-    const int share_end = part_start(all_quads, slice + 1, num_slices);
-    auto factors = [&](Around& around, int of_group, int quad) {
-        const int row = of_group * rows_each + quad % quads * 4;
+    // Sums that this thread finishes: four rows, the same for every token, so that what their
+    // epilogue needs is asked for a group ahead; of the tokens, those of the cluster's block.
+    const int quads = rows_each / 4, at_once = WARP * WARPS / quads;
+    const int quad = thread % quads, first_t = thread < at_once * quads
+                                                   ? slice + thread / quads * num_slices
+                                                   : num_tokens;
+    auto factors = [&](Around& around, int of_group) {
+        const int row = of_group * rows_each + quad * 4;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) around.factor[i] = 1, around.add[i] = 0;
-        if (quad >= share_end || row >= num_rows) return;
+        for (int i = 0; i < 4; ++i) around.factor[i] = 1, around.bias[i] = 0;
+        if (row >= num_rows) return;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if constexpr (Format::HAS_ROW_SCALE)
                 around.factor[i] =
                     load_constant_float(reinterpret_cast<const float*>(scale) + row + i);
-            if (bias) around.add[i] = low_bf16(load_constant2(bias + row + i));
+            if (bias) around.bias[i] = low_bf16(load_constant2(bias + row + i));
         }
     };
-    auto residuals = [&](Around& around, int of_group, int quad) {
-        const int row = of_group * rows_each + quad % quads * 4;
-        if (!residual || quad >= share_end || row >= num_rows) return;
-        const i64 at = (i64)(first_token + quad / quads) * residual_stride + row;
+    auto residuals = [&](Around& around, int of_group, int t) {
+        const int row = of_group * rows_each + quad * 4;
+        if (!residual || t >= num_tokens || row >= num_rows) return;
+        const i64 at = (i64)(first_token + t) * residual_stride + row;
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            around.add[i] += residual_is_bf16
-                                 ? low_bf16(reinterpret_cast<const u16*>(residual)[at + i])
-                                 : reinterpret_cast<const float*>(residual)[at + i];
+            around.residual[i] = residual_is_bf16
+                                     ? low_bf16(reinterpret_cast<const u16*>(residual)[at + i])
+                                     : reinterpret_cast<const float*>(residual)[at + i];
     };
-    Around around;
-    factors(around, group, share_start + thread);
+    Around around = {};
+    factors(around, group);
     wait_for_previous_kernels();
-    residuals(around, group, share_start + thread);
+    residuals(around, group, first_t);
 
     u8* region = dynamic_shared + COLUMNS * row_bytes;
     float* numbers = reinterpret_cast<float*>(region + region_bytes);
@@ -250,9 +251,9 @@ __global__ void __launch_bounds__(WARP* WARPS, 1)
             sync_cluster();
         else
             __syncthreads();
-        for (int quad = share_start + thread; quad < share_end; quad += WARP * WARPS) {
-            const int t = quad / quads, row = group * rows_each + quad % quads * 4;
-            const float* from = partial + t * sum_row + quad % quads * 4;
+        const int row = group * rows_each + quad * 4;
+        for (int t = first_t; t < num_tokens; t += at_once * num_slices) {
+            const float* from = partial + t * sum_row + quad * 4;
             float4 v = {0, 0, 0, 0};
 #pragma unroll 8  // their latencies together
             for (int p = 0, s = 0, k = 0; p < parts; ++p) {
@@ -262,28 +263,26 @@ __global__ void __launch_bounds__(WARP* WARPS, 1)
                 v.x += add.x, v.y += add.y, v.z += add.z, v.w += add.w;
                 if (++k == warps_k) k = 0, ++s;
             }
-            if (row < num_rows) {
-                const i64 at = (i64)(first_token + t) * num_rows + row;
-                const float y[4] = {multiply_add(v.x, around.factor[0], around.add[0]),
-                                    multiply_add(v.y, around.factor[1], around.add[1]),
-                                    multiply_add(v.z, around.factor[2], around.add[2]),
-                                    multiply_add(v.w, around.factor[3], around.add[3])};
-                if (out_is_bf16)
-                    *reinterpret_cast<uint2*>(reinterpret_cast<u16*>(out) + at) = {
-                        pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])};
-                else
-                    *reinterpret_cast<float4*>(reinterpret_cast<float*>(out) + at) = {y[0], y[1],
-                                                                                      y[2], y[3]};
-            }
-            factors(around, group, quad + WARP * WARPS);
-            residuals(around, group, quad + WARP * WARPS);
+            const float sum[4] = {v.x, v.y, v.z, v.w};
+            float y[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                y[i] = multiply_add(sum[i], around.factor[i], around.bias[i] + around.residual[i]);
+            const i64 at = (i64)(first_token + t) * num_rows + row;
+            if (row < num_rows && out_is_bf16)
+                *reinterpret_cast<uint2*>(reinterpret_cast<u16*>(out) + at) = {
+                    pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])};
+            else if (row < num_rows)
+                *reinterpret_cast<float4*>(reinterpret_cast<float*>(out) + at) = {y[0], y[1], y[2],
+                                                                                  y[3]};
+            residuals(around, group, t + at_once * num_slices);
         }
         // The other buffer: nobody reads it any more once all have come to the barrier above.
         partial = reinterpret_cast<float*>(region) +
                   (partial == reinterpret_cast<float*>(region) ? buffer_floats : 0);
         if (has_next) {
-            factors(around, group + gridDim.z, share_start + thread);
-            residuals(around, group + gridDim.z, share_start + thread);
+            factors(around, group + gridDim.z);
+            residuals(around, group + gridDim.z, first_t);
         }
     }
     // Others may still read this block's sums.

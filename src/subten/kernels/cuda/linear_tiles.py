@@ -16,7 +16,6 @@ from subten.kernels.cuda import runtime
 from subten.kernels.cuda.gemv import (
     FLOAT_DTYPES,
     MAX_SHARED_BYTES,
-    NUM_SMS,
     has_rows,
     is_plain,
 )
@@ -27,11 +26,12 @@ from subten.kernels.weight_formats import Weight
 TILE_ROWS = 32
 """Rows of a warp."""
 
-MAX_TOKENS = 128
-"""Tokens up to which weights are decoded for each tile of tokens; above, once, for cuBLAS. To be
-measured."""
+MAX_TOKENS = 48
+"""Tokens up to which weights are decoded for each tile of tokens; above, once, for cuBLAS. At 32,
+qkv and output of qwen3-30b-a3b in FP8 take 11.8 and 10.1 us against 15.7 and 15.2; at 64 cuBLAS
+takes 16.1 and 16.1 (benchmarks/plans/h200-linear-plans.json)."""
 
-TILES = (2, 4, 8)
+TILES = (2, 4, 6)
 """Tiles of 8 tokens that a block may hold."""
 
 MAX_SLICE = 2048
@@ -99,15 +99,24 @@ class LaunchShape:
         return 8 * self.tiles * (self.row_bytes + 8) + self.region_bytes
 
 
-MEASURED: Mapping[tuple[int, int, str], tuple[int, int, int, int]] = {}
-"""(N, K, format) to (slices, warps_n, warps_k, depth)."""
+MEASURED: Mapping[tuple[int, int, str], tuple[int, int, int, int]] = {
+    (5120, 2048, "fp8"): (4, 6, 2, 2),
+    (2048, 4096, "fp8"): (8, 5, 2, 2),
+    (151936, 2048, "fp8"): (2, 8, 1, 4),
+}
+"""(N, K, format) to the fastest (slices, warps_n, warps_k, depth) for 32 tokens of qwen3-30b-a3b on
+an H200 (benchmarks/plans/h200-linear-plans.json, by `benchmarks/linear_bench.py --plans all`)."""
+
+SLOTS: Mapping[int, int] = {1: 132, 2: 132, 4: 108, 8: 104}
+"""Blocks that run at once in clusters of a size: those of 4 and 8 leave some SMs of a GPC idle.
+With 120 or 128 blocks of such clusters a launch took two waves, twice as long."""
 
 
 def plan_tiles(num_rows: int, dim: int, weight_format: str) -> TilePlan:
     """As measured, or else by a rule: a small matrix in one wave, a large one in 8 warps an SM.
 
-    Of the ways to give each SM one block, with up to 4 slices, the one that reads least on the
-    busiest SM, 32 tokens of float32 included.
+    Of the ways to give each SM one block, the one that reads least on the busiest SM, 32 tokens of
+    float32 included.
     """
     measured = MEASURED.get((num_rows, dim, weight_format))
     if measured is not None:
@@ -116,15 +125,16 @@ def plan_tiles(num_rows: int, dim: int, weight_format: str) -> TilePlan:
     num_blocks, strips = dim // FORMATS[weight_format].block, num_rows // TILE_ROWS
     row_bytes = 64 * num_blocks
     best, least = None, 0.0
-    for slices in (1, 2, 4):
-        warps_n = -(-strips // (NUM_SMS // slices))
+    for slices, slots in SLOTS.items():
+        warps_n = -(-strips // (slots // slices))
         if warps_n > 12 or slices > num_blocks or dim > MAX_SLICE * slices:
             continue
         busiest = (warps_n * TILE_ROWS * row_bytes + 32 * 4 * dim) / slices
         if best is None or busiest < least:
             best, least = (slices, warps_n), busiest
     if best is None:
-        best = (min(8, num_blocks, -(-dim // MAX_SLICE)), 4)
+        best = (2 if dim <= 2 * MAX_SLICE else min(8, num_blocks, -(-dim // MAX_SLICE)), 8)
+        best = (min(best[0], num_blocks), best[1])
     slices, warps_n = best
     warps_k = next(
         k for k in (8, 4, 2, 1) if k == 1 or k <= min(12 // warps_n, num_blocks // slices)
@@ -198,8 +208,8 @@ def linear(
 
 def kernel_name(weight_format: str, tiles: int, plan: TilePlan, *, is_normed: bool) -> str:
     """The kernel's instance in C++."""
-    # Sums of 64 tokens, or of groups of many warps, leave registers for less of a ring.
-    is_short = tiles == 8 or (weight_format == "int4" and plan.warps > 8)
+    # Sums of 48 tokens, or of groups of many warps, leave registers for less of a ring.
+    is_short = tiles == TILES[-1] or (weight_format == "int4" and plan.warps > 8)
     depth = min(plan.depth, 2) if is_short else plan.depth
     struct = FORMATS[weight_format].struct
     parameters = (struct, tiles, plan.warps, depth, str(is_normed).lower())
@@ -243,14 +253,15 @@ def launch_shape(
     """The smallest tile of tokens that holds them all, or the largest that fits an SM."""
     block = FORMATS[weight_format].block
     slice_inputs, num_groups = plan.slice_inputs(dim, block), -(-num_rows // plan.rows)
+    slots = next(SLOTS[size] for size in SLOTS if size >= plan.slices)
     fitting = None
-    # Sums of 64 tokens, twice for groups, are too many for 168 registers.
+    # Sums of 48 tokens, twice for groups, are too many for 168 registers.
     has_room = weight_format != "int4" or plan.warps <= 8
     for tiles in TILES if has_room else TILES[:-1]:
         num_tiles = -(-num_tokens // (8 * tiles))
         lanes = num_groups
-        if num_groups * plan.slices > NUM_SMS:
-            lanes = min(num_groups, max(1, NUM_SMS // (plan.slices * num_tiles)))
+        if num_groups * plan.slices > slots:
+            lanes = min(num_groups, max(1, slots // (plan.slices * num_tiles)))
         buffer_floats = plan.warps_k * 8 * tiles * (plan.rows + 4)
         if lanes == num_groups:
             buffer_floats, sum_floats = 0, buffer_floats

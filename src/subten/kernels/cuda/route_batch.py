@@ -18,18 +18,19 @@ NUM_THREADS = 256
 SLICES = 8
 """Blocks of a cluster, each with a slice of the features: `SLICES` of route_batch.cu."""
 
-MAX_TOKENS = 1024
-"""Above, the one block that orders takes longer than launches of many; a guess."""
+MAX_TOKENS = 96
+"""Tokens of one wave of clusters. With an order 32 tokens of qwen3-30b-a3b take 11.6 us, and 16.2
+in three Triton launches; 512 took 59 us, in clusters of 32 tokens and two waves, and 24."""
 
 MAX_EXPERTS = 256
 MAX_TOP_K = 32
 """A lane of a warp keeps one pick."""
 
-TOKENS = (4, 8, 16, 32)
+TOKENS = (4, 8)
 """Tokens that a cluster may have."""
 
-CLUSTERS = 16
-"""That the SMs of an H100 or H200 hold at once, a block each."""
+CLUSTERS = 12
+"""That an H200 holds at once, a block an SM: 16 take two waves."""
 
 
 def tokens_of_cluster(num_tokens: int) -> int:
