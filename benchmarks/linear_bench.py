@@ -102,7 +102,7 @@ class Case:
         table = plan_tiles(self.num_rows, self.dim, self.weight_format)
         plans = [table]
         num_blocks = self.dim // FORMATS[self.weight_format].block
-        choices = itertools.product((1, 2, 3, 4, 8), range(1, 11), range(1, 9), (2, 4))
+        choices = itertools.product((1, 2, 3, 4, 8), range(1, 17), range(1, 9), (2, 4))
         for slices, warps_n, warps_k, depth in choices:
             plan = TilePlan(slices=slices, warps_n=warps_n, warps_k=warps_k, depth=depth)
             parts = slices * warps_k
@@ -111,7 +111,8 @@ class Case:
             is_large = groups * slices > 8 * linear_tiles.SLOTS[1]
             is_wave = 90 <= groups * slices <= 132 or (is_large and warps_n in (2, 4, 8))
             has_work = parts <= num_blocks and (depth == 2 or num_blocks > 2 * parts)
-            if plan != table and plan.warps in (8, 10, 12) and is_wave and has_work:
+            has_registers = plan.warps <= 12 or depth == 2
+            if plan != table and plan.warps in (8, 10, 12, 16) and is_wave and has_work and has_registers:
                 plans.append(plan)
         return plans
 

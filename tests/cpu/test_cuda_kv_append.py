@@ -26,15 +26,8 @@ from subten.codecs import KVFormat, kv_format
 from subten.codecs.rotation import hadamard
 from subten.core import PAGE_SIZE
 from subten.kernels import kv_append as triton_append
-from subten.kernels.cuda import kv_append as cuda_append
 from subten.kernels.cuda import runtime
-from subten.kernels.cuda.kv_append import (
-    ENCODERS,
-    FEW_TOKENS,
-    HEAD_DIMS,
-    VALUE_TYPES,
-    kv_append,
-)
+from subten.kernels.cuda.kv_append import ENCODERS, HEAD_DIMS, VALUE_TYPES, kv_append
 from subten.kernels.kv_append import page_planes
 
 Randn = Callable[..., torch.Tensor]
@@ -141,27 +134,6 @@ def test_rows_and_queries(
     if dtype == torch.bfloat16:
         allowed_THD = allowed_THD + 2**-8 * exact_THD.abs()
     assert (error_THD <= allowed_THD).all(), error_THD.amax()
-
-
-@pytest.mark.usefixtures("kernels", "poisoned")
-@pytest.mark.parametrize("num_tokens", [FEW_TOKENS, FEW_TOKENS + 1])
-def test_many_tokens_have_the_bytes_of_few(
-    randn: Randn, monkeypatch: pytest.MonkeyPatch, num_tokens: int
-) -> None:
-    """Blocks of one warp, and of several, the last of which has none of its own."""
-    monkeypatch.setattr(cuda_append, "MAX_TOKENS", 1000)
-    fmt = kv_format("int4", 64)
-    x_TGD, q_THD = randn(num_tokens, 1, 64), randn(num_tokens, 2, 64)
-    slots = [-1 if i % 9 == 4 else i for i in range(num_tokens)]
-    together_PGB = make_pages(fmt, 2, 1, x_TGD.device)
-    positions = list(range(num_tokens))
-    turned_THD = append(kv_append, x_TGD, x_TGD, together_PGB, fmt, slots, positions, q_THD=q_THD)
-    apart_PGB = make_pages(fmt, 2, 1, x_TGD.device)
-    for first in range(0, num_tokens, 5):
-        rows = slice(first, first + 5)
-        own = (x_TGD[rows], x_TGD[rows], apart_PGB, fmt, slots[rows], positions[rows])
-        assert torch.equal(append(kv_append, *own, q_THD=q_THD[rows]), turned_THD[rows])
-    assert torch.equal(together_PGB, apart_PGB)
 
 
 @pytest.mark.usefixtures("kernels", "poisoned")

@@ -4,37 +4,31 @@
 //
 //   K: rope(norm(k)) R, encoded into its page     V: v R, encoded     Q: rope(norm(q)) as it is
 //
-// norm and the Hadamard rotation R only where there are any; all in FP32. A warp takes one row
-// (head_row.cuh), and nothing waits for another row: a block is one warp, or, so that an SM holds
-// more rows of a prompt than it may have blocks, one for each of several tokens.
+// norm and the Hadamard rotation R only where there are any; all in FP32. A warp, a block of its
+// own, takes one row (head_row.cuh), so that nothing waits for another row.
 //
-//   grid: (G rows of K, G of V, H of Q; T / warps of a block)
+//   grid: (G rows of K, G of V, H of Q; T)
 //
 // Bytes: as in kv_append.py, a few hundred a warp; latency is all. So what no kernel of a step
 // writes is read before the wait: position and slot, which the host fills, angles, norm weights.
 #include "kv_encoders.cuh"
 
 #define PAGE_TOKENS 64
-#define MAX_APPEND_WARPS 4
 
 template <class Encoder, int DIM, class Value>
-__global__ void __launch_bounds__(MAX_APPEND_WARPS* WARP)
+__global__ void __launch_bounds__(WARP)
     kv_append_kernel(const Value* q, i64 q_stride_t, i64 q_stride_h, Value* out, const Value* k,
                      i64 k_stride_t, i64 k_stride_g, const Value* v, i64 v_stride_t,
                      i64 v_stride_g, u8* pages, i64 page_stride, i64 head_stride,
                      const float* cos_sin, i64 cos_sin_stride, const i64* position,
                      const i64* slot, const void* k_norm, const void* q_norm, int norm_is_bf16,
-                     float eps, int num_tokens, int num_heads, int num_kv_heads, int v_at,
-                     int scale_at, int zero_at) {
+                     float eps, int num_heads, int num_kv_heads, int v_at, int scale_at,
+                     int zero_at) {
     constexpr int HALF = DIM / 2, N = HALF / WARP;
     static_assert(N == 1 || N == 2 || N == 4, "DIM");
     launch_dependents();
-    const int lane = threadIdx.x % WARP, channel = lane * N, row = blockIdx.x;
-    const i64 token = blockIdx.y * (blockDim.x / WARP) + threadIdx.x / WARP;
-    if (token >= num_tokens) {
-        wait_for_previous_kernels();
-        return;
-    }
+    const int lane = threadIdx.x, channel = lane * N, row = blockIdx.x;
+    const i64 token = blockIdx.y;
     const bool is_query = row >= 2 * num_kv_heads;
     const bool is_value = !is_query && row >= num_kv_heads;
     const int head = is_query ? row - 2 * num_kv_heads : is_value ? row - num_kv_heads : row;

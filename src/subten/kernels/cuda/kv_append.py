@@ -1,4 +1,4 @@
-"""`kv_append` on CUDA: a warp a row, keys, values and queries at once.
+"""`kv_append` on CUDA for steps of 1 to 64 tokens: a warp a row, keys, values and queries at once.
 
 Letters: T tokens of the step, H query heads, G KV heads, D head_dim, P pages of the pool (in
 `pages_PGB`) or positions of the rotary table (in `cos_sin_PD`), B bytes of a page.
@@ -28,13 +28,6 @@ ENCODERS: Mapping[str, str] = {
 HEAD_DIMS = (64, 128, 256)
 
 MAX_TOKENS = 64
-"""For 512 a block a row took 25 us, Triton 7 to 10; blocks of more rows are not measured yet."""
-
-FEW_TOKENS = 64
-"""Tokens up to which each row has a block of its own."""
-
-MAX_WARPS = 4
-"""Of a block with more: `MAX_APPEND_WARPS` of kv_append.cu."""
 
 VALUE_TYPES: Mapping[torch.dtype, str] = {torch.bfloat16: "u16", torch.float32: "float"}
 
@@ -55,7 +48,7 @@ def kv_append(
     q_norm_weight_D: torch.Tensor | None = None,
     pdl: bool = True,
 ) -> torch.Tensor | None:
-    """`subten.kernels.kv_append.kv_append` in one CUDA launch.
+    """`subten.kernels.kv_append.kv_append` in one CUDA launch, for 1 to 64 tokens.
 
     Codecs, head dims, dtypes and strides that the kernel does not take go to Triton. With `pdl`
     (programmatic dependent launch) the kernel reads `cos_sin_PD`, `position_T`, `slot_T` and the
@@ -91,12 +84,11 @@ def kv_append(
     if q_THD is not None:
         num_heads = q_THD.shape[1]
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    warps = 1 if num_tokens <= FEW_TOKENS else MAX_WARPS
     runtime.launch(
         "kv_append.cu",
         f"kv_append_kernel<{ENCODERS[fmt.codec.name]}, {head_dim}, {VALUE_TYPES[k_TGD.dtype]}>",
-        (2 * num_kv_heads + num_heads, -(-num_tokens // warps)),
-        32 * warps,
+        (2 * num_kv_heads + num_heads, num_tokens),
+        32,
         (
             q_THD,
             *_token_and_head_stride(k_TGD if q_THD is None else q_THD),
@@ -115,7 +107,6 @@ def kv_append(
             q_norm_weight_D,
             int(torch.bfloat16 in _norm_dtypes(norm_weight_D, q_norm_weight_D)),
             float(eps),
-            num_tokens,
             num_heads,
             num_kv_heads,
             fmt.v_codes,
