@@ -112,7 +112,13 @@ class Case:
             is_wave = 90 <= groups * slices <= 132 or (is_large and warps_n in (2, 4, 8))
             has_work = parts <= num_blocks and (depth == 2 or num_blocks > 2 * parts)
             has_registers = plan.warps <= 12 or depth == 2
-            if plan != table and plan.warps in (8, 10, 12, 16) and is_wave and has_work and has_registers:
+            if (
+                plan != table
+                and plan.warps in (8, 10, 12, 16)
+                and is_wave
+                and has_work
+                and has_registers
+            ):
                 plans.append(plan)
         return plans
 
