@@ -103,6 +103,13 @@ def test_linear_of_every_kind_of_plan(randn, weight_format, plan, parts):
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.usefixtures("kernels", "poisoned")
+def test_more_tokens_than_threads(randn, weight_format):
+    sizes = {"T": 45, "N": 32, "K": 128}
+    check(randn, **sizes, weight_format=weight_format, parts="norm residual", plan=PLANS[0])
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("num_tokens", [1, 9, 16, 17, 32, 33, 67])
 @pytest.mark.usefixtures("kernels", "poisoned")
 def test_linear_of_odd_numbers_of_tokens(randn, weight_format, num_tokens):

@@ -30,7 +30,7 @@ Launch unpack(void (*kernel)(Args...)) {
     ONE(CODES, NT, WARPS, DEPTH, false), ONE(CODES, NT, WARPS, DEPTH, true)
 #define ALL(CODES) \
     BOTH(CODES, 2, 1, 3), BOTH(CODES, 2, 4, 2), BOTH(CODES, 4, 3, 1), BOTH(CODES, 4, 4, 2), \
-        BOTH(CODES, 6, 4, 2)
+        BOTH(CODES, 6, 1, 2), BOTH(CODES, 6, 4, 2)
 
 const std::map<std::string, Launch> kernels = {ALL(Bf16Codes), ALL(Fp8Codes), ALL(Int4Codes)};
 

@@ -87,8 +87,7 @@ struct Tokens {
             sync_cluster();
         else
             __syncthreads();
-        const int own = warp * WARP + lane;
-        if (own < count) {
+        for (int own = warp * WARP + lane; own < count; own += WARP * WARPS) {
             float square = 0;
             const SharedAt from = shared_at(squares + own);
             for (int s = 0; s < num_slices; ++s)
