@@ -36,7 +36,8 @@ CHAIN_CONTEXTS = (1024, 4096, 32768)
 CHAIN_CODECS = ("bf16", "fp8", "int4")
 
 CHAIN_PLANS = {
-    "int4": ((4, 12, 2), (4, 16, 2), (8, 12, 2), (8, 16, 2), (16, 16, 2), (16, 16, 3)),
+    "int4": ((4, 8, 3), (4, 12, 2), (4, 16, 2), (8, 12, 2), (8, 16, 2), (16, 16, 2), (16, 16, 3)),
+    "int2": ((8, 8, 2), (8, 12, 2), (8, 16, 2), (16, 16, 2), (16, 16, 3)),
     "fp8": ((4, 8, 4), (8, 8, 4), (4, 12, 3), (8, 12, 3), (8, 16, 2), (16, 16, 2), (32, 16, 3)),
     "int8": ((4, 8, 4), (8, 8, 4), (4, 12, 3), (8, 12, 3), (8, 16, 2), (16, 16, 2), (32, 16, 3)),
     "bf16": ((8, 8, 5), (8, 12, 3), (16, 12, 3), (16, 16, 2), (32, 16, 3), (64, 16, 3)),
@@ -44,8 +45,9 @@ CHAIN_PLANS = {
 """Codec to (min_slices, warps, stages); the last one of each leaves 1024 tokens in one block, which
 merges nothing. More than 9 warps turn 8 queries, a key and a value in one round."""
 
-WAYS = ("two", "one", "polls")
-"""`kv_append` and `attend`; `append_attend`; the same, with splits that poll."""
+WAYS = ("two", "one", "polls", "fills")
+"""`kv_append` and `attend`; `append_attend`; the same, with splits that poll; and with a block for
+every SM besides."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,6 +169,7 @@ class Step:
                 num_warps=num_warps,
                 num_stages=num_stages,
                 polls=chosen.polls,
+                fills=chosen.fills,
             )
             for min_slices, num_warps, num_stages in CHAIN_PLANS[self.fmt.codec.name]
         ]
@@ -182,10 +185,13 @@ class Step:
         group = config.num_heads // config.num_kv_heads
         return {
             *(
-                ("append_attend.cu", cuda_append_attend.kernel_name(self.fmt, polls=polls))
+                job
                 for polls in (False, True)
+                for job in (
+                    ("append_attend.cu", cuda_append_attend.kernel_name(self.fmt, polls=polls)),
+                    ("attend.cu", cuda_attend.kernel_name(self.fmt, head_dim, group, polls=polls)),
+                )
             ),
-            ("attend.cu", cuda_attend.kernel_name(self.fmt, head_dim, group)),
             ("kv_append.cu", f"kv_append_kernel<{ENCODERS[codec]}, {head_dim}, u16>"),
         }
 
@@ -200,7 +206,7 @@ class Step:
 
 def step_records(chain: Chain, step: Step, *, num_replays: int) -> Iterator[Record]:
     """A layer without attention; then, for each plan, with it in two launches, in one, and in one
-    whose splits poll.
+    whose splits poll, without and with a block for every SM.
 
     `attention_us` is what attention adds to the layer; `is_equal`: the bits are those of two.
     """
@@ -219,9 +225,10 @@ def step_records(chain: Chain, step: Step, *, num_replays: int) -> Iterator[Reco
     chosen = step.chosen_plan()
     for plan in step.plans():
         ways = {
-            "two": step.two_launches(replace(plan, polls=False)),
-            "one": step.one_launch(replace(plan, polls=False)),
-            "polls": step.one_launch(replace(plan, polls=True)),
+            "two": step.two_launches(replace(plan, polls=False, fills=False)),
+            "one": step.one_launch(replace(plan, polls=False, fills=False)),
+            "polls": step.one_launch(replace(plan, polls=True, fills=False)),
+            "fills": step.one_launch(replace(plan, polls=True, fills=True)),
         }
         measured = {name: layer_us(attention) for name, attention in ways.items()}
         for name, (us, x_TD) in measured.items():

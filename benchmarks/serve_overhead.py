@@ -7,8 +7,8 @@
 The two take turns, request by request, so that whatever else the machine does meets both alike.
 Each request continues a prompt of its own by `--tokens` tokens, greedily. TPOT is (last - first) /
 (tokens - 1): the engine's by its own clock at the end of each step, the server's by when a client's
-socket, in this process, has the bytes. After that `--streams` requests run together, through the
-server alone, for the spread of the gaps between tokens.
+socket, in this process, has the bytes. After that `--streams` requests run together, in turns as
+well, for the spread of the gaps between tokens while all of them decode.
 
 With `--shape` the weights are random, and each token's text is a word of its own, so that each
 makes an event. `--shape tiny` is a model whose steps cost next to nothing: what serving adds shows
@@ -25,7 +25,9 @@ import selectors
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -158,14 +160,18 @@ def run_server(options: argparse.Namespace, own: Sequence[str]) -> None:
     )
 
 
-def start_server(own: Sequence[str]) -> tuple[subprocess.Popen[bytes], int]:
-    """The server and its port, once it listens."""
+def start_server(
+    own: Sequence[str], *, script: str = __file__
+) -> tuple[subprocess.Popen[bytes], int]:
+    """The server of a benchmark and its port, once it listens."""
     process = subprocess.Popen(
-        [sys.executable, __file__, "--part", "server", *own], stderr=subprocess.PIPE
+        [sys.executable, script, "--part", "server", *own], stderr=subprocess.PIPE
     )
     assert process.stderr is not None
     for line in process.stderr:
         if b'"listening"' in line:
+            # A pipe that nobody empties would hold the server in the end.
+            threading.Thread(target=process.stderr.read, daemon=True).start()
             return process, int(json.loads(line)["url"].rpartition(":")[2])
         sys.stderr.buffer.write(line)
     raise SystemExit("the server does not start")
@@ -177,6 +183,52 @@ def engine_tpot_ms(llm: LLM, prompt: list[int], num_tokens: int) -> float:
     tpot_ms = llm.generate(prompt, params)[0].tpot_ms
     assert tpot_ms is not None
     return tpot_ms
+
+
+Times = Sequence[Sequence[float]]
+"""When the tokens of each of several requests came, seconds of one clock."""
+
+
+def engine_times_s(llm: LLM, prompts: list[list[int]], num_tokens: int) -> Times:
+    """Requests that run together, by the engine's clock."""
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    found = llm.generate(prompts, params)
+    return [completion.timings.token_times_s for completion in found]
+
+
+def gaps_of_all(times_s: Times) -> list[float]:
+    """Milliseconds between tokens while all decode; the first ones wait for others' prompts."""
+    began_s = max(times[0] for times in times_s)
+    return [(b - a) * 1e3 for times in times_s for a, b in pairwise(times) if a >= began_s]
+
+
+def long_gaps(times_s: Times, limit_ms: float) -> Counter[str]:
+    """Where gaps over a limit lie: first of all, at the end of another request, or between."""
+    began_s = max(times[0] for times in times_s)
+    found: Counter[str] = Counter()
+    for index, times in enumerate(times_s):
+        ends = [other[-1] for i, other in enumerate(times_s) if i != index]
+        gaps = [(a, b) for a, b in pairwise(times) if a >= began_s]
+        for number, (a, b) in enumerate(gaps):
+            if (b - a) * 1e3 > limit_ms:
+                is_end = any(a <= end + 1e-3 and end <= b for end in ends)
+                found["first" if number == 0 else "end" if is_end else "between"] += 1
+    return found
+
+
+def spread(name: str, rounds: Sequence[Times]) -> dict[str, Any]:
+    """Fields of a record: percentiles of all gaps, and where the long ones were."""
+    gaps_ms = sorted(gap for times_s in rounds for gap in gaps_of_all(times_s))
+    p50, p99 = percentile(gaps_ms, 50), percentile(gaps_ms, 99)
+    where: Counter[str] = Counter()
+    for times_s in rounds:
+        where += long_gaps(times_s, BOUND_SPREAD * p50)
+    return {
+        f"{name}_itl_ms_p50": p50,
+        f"{name}_itl_ms_p99": p99,
+        f"{name}_itl_spread": p99 / p50,
+        f"{name}_long_gaps": dict(where) | {"of": len(gaps_ms)},
+    }
 
 
 def ask(port: int, prompts: Sequence[list[int]], num_tokens: int) -> list[Answer]:
@@ -245,22 +297,22 @@ def measure(options: argparse.Namespace, own: Sequence[str]) -> dict[str, Any]:
                 server_ms.append(server_tpot_ms(answer, options.tokens))
                 gaps_ms += answer.gaps_ms
         ask(port, [prompt() for _ in range(options.streams)], options.tokens)
-        before_s, num_tokens = cpu_s(process.pid), 0
-        together_ms: list[float] = []
+        engine_times_s(llm, [prompt() for _ in range(options.streams)], options.tokens)
+        spent_ms = 0.0
+        of_server: list[Times] = []
+        of_engine_alone: list[Times] = []
         for _ in range(options.stream_rounds):
+            prompts = [prompt() for _ in range(options.streams)]
+            of_engine_alone.append(engine_times_s(llm, prompts, options.tokens))
+            before_s = cpu_s(process.pid)
             answers = ask(port, [prompt() for _ in range(options.streams)], options.tokens)
-            num_tokens += options.streams * options.tokens
-            # The gaps while all of them decode; the first ones wait for others' prompts.
-            began_s = max(answer.times_s[0] for answer in answers)
-            together_ms += [
-                (b - a) * 1e3 for one in answers for a, b in pairwise(one.times_s) if a >= began_s
-            ]
-        spent_ms = (cpu_s(process.pid) - before_s) * 1e3
+            spent_ms += (cpu_s(process.pid) - before_s) * 1e3
+            of_server.append([answer.times_s for answer in answers])
     finally:
         process.terminate()
         process.wait(60)
+    num_tokens = options.stream_rounds * options.streams * options.tokens
     gaps_ms.sort()
-    together_ms.sort()
     added_ms = median(server_ms) - median(engine_ms)
     return {
         "kind": "serve_overhead",
@@ -280,10 +332,11 @@ def measure(options: argparse.Namespace, own: Sequence[str]) -> dict[str, Any]:
         "itl_ms_p50": percentile(gaps_ms, 50),
         "itl_ms_p99": percentile(gaps_ms, 99),
         "num_streams": options.streams,
-        "streams_itl_ms_p50": percentile(together_ms, 50),
-        "streams_itl_ms_p99": percentile(together_ms, 99),
-        "streams_itl_spread": percentile(together_ms, 99) / percentile(together_ms, 50),
+        **spread("engine_streams", of_engine_alone),
+        **spread("streams", of_server),
         "bound_spread": BOUND_SPREAD,
+        # A server that is late, or a token that is part of a character, makes fewer events.
+        "events_per_token": sum(len(t) for times in of_server for t in times) / num_tokens,
         "server_cpu_ms_per_token": spent_ms / num_tokens,
         **origin(detect(options.device)),
     }

@@ -348,6 +348,20 @@ def kernels_table(results: Results) -> str:
     return _table([*header, "us p50", "MB", "TB/s", "of the roof"], list(rows.values()))
 
 
+def attention_table(results: Results) -> str:
+    """Attention of a decode step over every format of the cache, in one run."""
+    rows = []
+    for result in _of_kind(results, "adaptive_attend"):
+        fp8 = {r["context"]: r for r in result["records"] if r["format"] == "fp8"}
+        for row in result["records"]:
+            share = row["us_per_layer"] / fp8[row["context"]]["us_per_layer"]
+            measured = [f"{row['us_per_layer']:.1f}", f"{share:.2f}"]
+            form = [row["format"], row.get("op", "triton"), f"{row['true_bits']:.3f}"]
+            rows.append([result["shape"], str(row["context"]), *form, *measured])
+    header = ["shape", "context", "format", "kernel", "true bits", "us a layer", "times fp8"]
+    return _table(header, rows)
+
+
 def runs_table(results: Results) -> str:
     """Where the decode records are from: roof, GPU, versions, commit."""
     kinds = ("decode_latency", "decode_kernels", "peer_latency")
@@ -381,6 +395,7 @@ TABLES: Mapping[str, Callable[[Results], str]] = {
     "decode-short": short_decode_table,
     "kernels": kernels_table,
     "peers": peers_table,
+    "attention": attention_table,
     "runs": runs_table,
 }
 

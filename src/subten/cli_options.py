@@ -59,6 +59,14 @@ KVColdOption = Annotated[
         help="adaptive: the least important values may go down to 1.5 bits.",
     ),
 ]
+KVOutlierOption = Annotated[
+    float | None,
+    typer.Option(
+        "--kv-outlier-channels",
+        metavar="PERCENT",
+        help="adaptive: channels of keys that stay in BF16, at least one a head; default: none.",
+    ),
+]
 KVSinkOption = Annotated[
     int | None,
     typer.Option("--kv-sink-tokens", help="adaptive: first tokens that are read in BF16."),

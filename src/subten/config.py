@@ -80,9 +80,11 @@ class EngineConfig:
     With `kv_cache_dtype` adaptive: `kv_bits_budget` true bits an element, which a sequence of
     `max_model_len` tokens takes (None: as fine as memory allows); `kv_memory_bytes` is the memory
     of the whole cache (None: sized like any other); `kv_cold_pages` lets values go down to 1.5
-    bits; `kv_sink_tokens` first and `kv_window_tokens` last tokens of a sequence are read in BF16;
-    `kv_calibration` is a text file from which it is learned how to store keys, or "none" (None: a
-    text that comes with the package). None where another format takes no such setting.
+    bits; `kv_outlier_channels` percent of a head's channels of keys, at least one, stay in BF16
+    (None or 0: none); `kv_sink_tokens` first and `kv_window_tokens` last tokens of a sequence are
+    read in BF16; `kv_calibration` is a text file from which it is learned how to store keys, or
+    "none" (None: a text that comes with the package). None where another format takes no such
+    setting.
     """
 
     kv_cache_dtype: str = "bf16"
@@ -104,6 +106,7 @@ class EngineConfig:
     kv_bits_budget: float | None = None
     kv_memory_bytes: int | None = None
     kv_cold_pages: bool = False
+    kv_outlier_channels: float | None = None
     kv_sink_tokens: int | None = None
     kv_window_tokens: int | None = None
     kv_calibration: str | None = None
@@ -138,6 +141,10 @@ class EngineConfig:
         bits = self.kv_bits_budget
         if bits is not None and not 0.0 < bits < math.inf:
             raise refuse(ConfigError, "kv_bits_budget", bits, "a number of bits above 0, or None")
+        percent = self.kv_outlier_channels
+        if percent is not None and not 0.0 <= percent <= MAX_OUTLIER_PERCENT:
+            allowed = f"a number of percent from 0 to {MAX_OUTLIER_PERCENT}, or None"
+            raise refuse(ConfigError, "kv_outlier_channels", percent, allowed)
         for name in ("kv_sink_tokens", "kv_window_tokens"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -151,10 +158,14 @@ class EngineConfig:
                 raise refuse(ConfigError, name, value, allowed)
 
 
+MAX_OUTLIER_PERCENT = 10
+"""Of a head's channels: more BF16 channels take more bytes than wider codes would."""
+
 ADAPTIVE_FIELDS = (
     "kv_bits_budget",
     "kv_memory_bytes",
     "kv_cold_pages",
+    "kv_outlier_channels",
     "kv_sink_tokens",
     "kv_window_tokens",
     "kv_calibration",

@@ -458,6 +458,7 @@ def test_budgets_that_cannot_be_met_are_refused_with_both_numbers(
         ("kv_bits_budget", 3.0),
         ("kv_memory_bytes", 10**6),
         ("kv_cold_pages", True),
+        ("kv_outlier_channels", 1.0),
         ("kv_sink_tokens", 4),
         ("kv_window_tokens", 0),
         ("kv_calibration", "none"),
@@ -466,6 +467,9 @@ def test_budgets_that_cannot_be_met_are_refused_with_both_numbers(
 def test_other_formats_take_no_such_setting(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{field}: got .* kv_cache_dtype is not adaptive"):
         EngineConfig(kv_cache_dtype="int4", **{field: value})
+    for bad in (-1.0, 10.1, float("nan")):
+        with pytest.raises(ConfigError, match=r"kv_outlier_channels: got .* 0 to 10"):
+            EngineConfig(kv_cache_dtype="adaptive", kv_outlier_channels=bad)
     for bad in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="kv_bits_budget"):
             EngineConfig(kv_cache_dtype="adaptive", kv_bits_budget=bad)

@@ -14,10 +14,11 @@ import pytest
 import torch
 from mixed_pages import int32, make_pages
 
+from subten.codecs.mixed import MixedFormat
 from subten.codecs.rotation import hadamard
 from subten.kernels import append_mixed as append_module
 from subten.kernels.append_mixed import AppendMixedPlan, append_mixed, append_mixed_torch
-from subten.kernels.mixed_pages import MixedPages, Window, read_planes
+from subten.kernels.mixed_pages import MixedPages, Window, by_channels, read_levels
 from subten.kernels.step import StepTensors, make_step
 
 Randn = Callable[..., torch.Tensor]
@@ -39,6 +40,14 @@ def copied(pages: MixedPages) -> MixedPages:
     return dataclasses.replace(
         pages, **{name: x.clone() for name, x in values.items() if x is not None}
     )
+
+
+def read_rows(
+    pages: MixedPages, fmt: MixedFormat, page_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of whole pages, [G, N, D]."""
+    k_GND, k_norm_GN, v_GND, v_norm_GN = read_levels(pages, fmt, page_N)
+    return by_channels(k_GND * k_norm_GN[..., None]), by_channels(v_GND * v_norm_GN[..., None])
 
 
 def whole_rows(generator: torch.Generator, *shape: int) -> torch.Tensor:
@@ -126,7 +135,7 @@ def test_rows_go_where_they_belong(
     expected_SGE = rows_G2SD.permute(2, 0, 1, 3).flatten(2)
     assert torch.equal(expected_SGE, exact_TGE[:3])
     assert bool((pages.sink_XGB[0] == 0xFF).all())
-    k_GND, v_GND = read_planes(pages, fmt, int32(2, 1, device=device))
+    k_GND, v_GND = read_rows(pages, fmt, int32(2, 1, device=device))
     written = [0, 1, 2, 3, 64 + 62, 64 + 63]
     tokens = [0, 1, 2, 3, 5, 6]
     for x_GND, columns, limit in ((k_GND, slice(0, 64), 0.02), (v_GND, slice(64, 128), 0.3)):
@@ -134,7 +143,7 @@ def test_rows_go_where_they_belong(
         error_GND = (x_GND[:, written] - want_GND).square().sum() / want_GND.square().sum()
         assert error_GND.item() < limit
     rest = [row for row in range(128) if row not in written]
-    old_k_GND, old_v_GND = read_planes(before, fmt, int32(2, 1, device=device))
+    old_k_GND, old_v_GND = read_rows(before, fmt, int32(2, 1, device=device))
     assert torch.equal(k_GND[:, rest], old_k_GND[:, rest])
     assert torch.equal(v_GND[:, rest], old_v_GND[:, rest])
     for name, others in (("k_PGB", [0, 3]), ("vbase_XGB", [0]), ("vfine_YGB", [1])):

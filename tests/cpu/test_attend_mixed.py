@@ -323,8 +323,10 @@ def test_a_table_adds_to_every_score(
 @pytest.mark.triton
 @pytest.mark.parametrize("layout", [DECODE, MIXED])
 @pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize("head_dim", [64, 128, 80])
-@pytest.mark.parametrize("max_rows", [32, 128])
+@pytest.mark.parametrize(
+    ("head_dim", "max_rows"),
+    [(64, 32), (128, 32), (80, 32), (256, 32), (64, 128), (128, 128), (80, 128)],
+)
 def test_matches_dense_in_bf16(
     randn: Randn,
     generator: torch.Generator,

@@ -5,15 +5,13 @@ Letters: N rows, P pages, B bytes of a page, D head_dim.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from codec_rows import SMALLEST, format_id, formats, special_rows
+from compiled import compile_sm90, run_compiler
 
 from subten.codecs import CODECS, KVFormat, kv_format
 from subten.core import PAGE_SIZE
@@ -251,11 +249,7 @@ def test_codes_are_exact_in_half_precision(
 
 def compile_for_sm90() -> None:
     """Compile both kernels for every codec, without a GPU; run with the interpreter off."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    pointers = {"x_ptr": "*fp32", "slot_ptr": "*i64", "pages_ptr": "*u8", "page_stride": "i64"}
-    pointers["tables_ptr"] = "*fp16"
+    pointers = {"slot_ptr": "*i64", "pages_ptr": "*u8", "page_stride": "i64", "tables_ptr": "*fp16"}
     for name in CODECS:
         # A head_dim that is no power of two packs and unpacks nibbles in another way.
         for head_dim in (64, 96) if name in ("int4", "int2", "fp4_mx") else (64,):
@@ -272,14 +266,7 @@ def compile_for_sm90() -> None:
                     "HEAD_DIM": head_dim,
                     "BLOCK_D": block_d(head_dim),
                 }
-                signature = {
-                    arg: "constexpr"
-                    if arg in constants
-                    else pointers.get(arg, "*fp32" if arg.endswith("_ptr") else "i32")
-                    for arg in kernel.arg_names
-                }
-                source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-                compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+                compiled = compile_sm90(kernel, pointers, constants)
                 # Subnormals must stay, and quotients must be those of IEEE 754.
                 assert ".ftz" not in compiled.asm["ptx"], (name, head_dim)
                 assert "div.full" not in compiled.asm["ptx"], (name, head_dim)
@@ -288,16 +275,6 @@ def compile_for_sm90() -> None:
 @pytest.mark.triton
 def test_device_functions_compile_for_sm90(tmp_path: Path) -> None:
     """The interpreter accepts more than the compiler does; the compiler needs no GPU."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    result = subprocess.run(
-        [sys.executable, "-c", "import test_codec_kernels as t; t.compile_for_sm90()"],
-        env=environment,
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    run_compiler(
+        "import test_codec_kernels as t; t.compile_for_sm90()", Path(__file__).parent, tmp_path
     )
-    assert result.returncode == 0, result.stderr[-3000:]

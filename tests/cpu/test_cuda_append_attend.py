@@ -65,7 +65,6 @@ def no_counter_is_left(device: torch.device) -> Any:
 def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels on the GPU, or emulated; Triton must not step in."""
     use_kernels(device, monkeypatch)
-    monkeypatch.setattr(cuda_attend, "WITHHELD", frozenset())
 
     def emulated(source: str, *args: Any, **kwargs: Any) -> None:
         launch = emulated_append if source == "kv_append.cu" else emulated_launch
@@ -231,14 +230,31 @@ def test_every_kind_of_plan(randn: Randn, codec: str, plan: DecodePlan) -> None:
 def test_splits_that_poll_give_the_same_bits(
     randn: Randn, codec: str, head_dim: int, num_splits: int
 ) -> None:
-    """Less than a batch of 8 rows, one and two; sequences with a single split too."""
+    """More heads than splits and fewer, rows that do not fill fours; sequences with a single split
+    too."""
     lengths = [1, 64, 200] if num_splits < 9 else [577]
-    case = make_case(randn, codec, head_dim, num_kv_heads=1, group=2, lengths=lengths)
+    group = 5 if num_splits < 9 else 2
+    case = make_case(randn, codec, head_dim, num_kv_heads=2, group=group, lengths=lengths)
     plan = DecodePlan(num_splits=num_splits, min_slices=1, num_warps=2, num_stages=2)
     polling = dataclasses.replace(plan, polls=True)
-    launch = decode_launch(case.rows[0], 1, case.scene.fmt, case.step, scale=1.0, plan=polling)
-    assert not launch.polls
+    launch = decode_launch(case.rows[0], 2, case.scene.fmt, case.step, scale=1.0, plan=polling)
+    assert launch.polls
     assert torch.equal(check(case, polling)[0], check(case, plan)[0])
+
+
+@pytest.mark.usefixtures("kernels", "poisoned")
+@pytest.mark.parametrize("length", [60, 200])
+def test_a_block_for_every_sm_gives_the_same_bits(
+    randn: Randn, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """Blocks beyond the last split, and splits without a slice, do nothing but wait."""
+    case = make_case(randn, "int4", 64, num_kv_heads=2, group=5, lengths=[length])
+    monkeypatch.setattr(cuda_attend, "_num_sms", lambda _device: 11)
+    plan = DecodePlan(num_splits=5, min_slices=1, num_warps=2, num_stages=2, polls=True)
+    filling = dataclasses.replace(plan, fills=True)
+    launch = decode_launch(case.rows[0], 2, case.scene.fmt, case.step, scale=1.0, plan=filling)
+    assert launch.grid == (11, 1, 1)
+    assert torch.equal(check(case, filling)[0], check(case, plan)[0])
 
 
 @pytest.mark.usefixtures("kernels", "poisoned")
@@ -258,7 +274,7 @@ def test_splits_poll_only_where_all_are_there(
 
     def polls(plan: DecodePlan) -> bool:
         fmt, step = case.scene.fmt, case.step
-        return decode_launch(case.rows[0], 1, fmt, step, scale=1.0, plan=plan, may_poll=True).polls
+        return decode_launch(case.rows[0], 1, fmt, step, scale=1.0, plan=plan).polls
 
     assert polls(polling)
     assert not polls(dataclasses.replace(polling, polls=False))
@@ -440,8 +456,8 @@ def test_equals_two_launches_on_a_gpu(
         num_sequences=len(lengths),
         num_kv_heads=4,
     )
-    for _ in range(3):
-        assert torch.equal(check(case, dataclasses.replace(chosen, polls=True))[0], out_THD)
+    for polls in (False, True, True):
+        assert torch.equal(check(case, dataclasses.replace(chosen, polls=polls))[0], out_THD)
 
 
 @pytest.mark.gpu
@@ -467,7 +483,9 @@ def test_graph_replays_append_and_attend(
     step = scene.step([1] * num_sequences)
     start_THD = randn(num_sequences, 40, head_dim, dtype=torch.bfloat16)
     # Several splits even here: of one slice, or of some.
-    plan = DecodePlan(num_splits=16, min_slices=1, num_warps=8, num_stages=3, polls=polls)
+    plan = DecodePlan(
+        num_splits=16, min_slices=1, num_warps=8, num_stages=3, polls=polls, fills=polls
+    )
     weight_D = (1 + randn(head_dim, scale=0.2)).bfloat16()
     cos_sin_PD = make_rope(5000, head_dim, device)
     pools = {

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from compiled import compile_sm90, run_compiler
 from mixed_pages import make_values
 
 from subten.codecs.mixed import decode_cold, encode_cold
@@ -73,3 +75,20 @@ def test_no_moves_and_wrong_ones(
     for broken, moves in ((pools, moves_M3.long()), (pools, moves_M3[:, :2]), (narrow, moves_M3)):
         with pytest.raises(AssertionError):
             op(broken, fmt, moves)
+
+
+def compile_for_sm90() -> None:
+    """The kernel as it is launched; run with the interpreter off."""
+    names = ("base_ptr", "fine_ptr", "cold_ptr")
+    pointers = {"moves_ptr": "*i32", "tables_ptr": "*fp16"} | dict.fromkeys(names, "*u8")
+    for head_dim in (16, 48):
+        block_d = 16 if head_dim == 16 else 64
+        block_n = demote_module.DEMOTE_PLAN.block_rows
+        sizes = {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_N": block_n, "PAGE": PAGE_SIZE}
+        compile_sm90(demote_module._demote_kernel, pointers, sizes)
+
+
+@pytest.mark.triton
+def test_compiles_for_sm90(tmp_path: Path) -> None:
+    """Products must be as deep as the compiler lays them out."""
+    run_compiler("import test_demote as t; t.compile_for_sm90()", Path(__file__).parent, tmp_path)

@@ -208,7 +208,8 @@ def counting_graphs(model: Model, pool: PagePool, max_model_len: int) -> DecodeG
 
 def take(graphs: DecodeGraphs, sequences: list[Sequence]) -> list[int]:
     """One step as the engine does it: run, append."""
-    _, sampled = graphs.run(last_tokens(sequences))
+    logits_SV, sampled = graphs.run(last_tokens(sequences))
+    assert logits_SV.argmax(-1).tolist() == sampled
     for sequence, token in zip(sequences, sampled, strict=True):
         last, position = sequence.token_ids[-1], len(sequence.token_ids) - 1
         assert token == int(CountingModel.follow(torch.tensor(last), torch.tensor(position)))

@@ -303,6 +303,11 @@ def test_one_key_sees_nothing_of_another_in_the_prefix_cache(server):
 
 def test_one_listener_and_no_connection_elsewhere(server):
     post(server, {"model": MODEL, "prompt": "http://169.254.169.254/", "max_tokens": 1})
+    # A helper that another test had killed starts again with the next schema.
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "fox"}], "max_tokens": 1}
+    body |= {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}
+    body["response_format"]["json_schema"]["schema"] = {"const": random.random()}
+    assert post(server, body, "/v1/chat/completions")[0] == 200
     pid = server.process.pid
     helpers = [children(pid, f"subten.serve.{kind}_process") for kind in ("template", "grammar")]
     pids = [pid, *children(pid, "engine"), *helpers[0], *helpers[1]]

@@ -16,14 +16,17 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 from scripted import byte_tokenizer
 from tiny_llama import vocabulary
 
 from subten.config import EngineConfig
-from subten.core import ConfigError
-from subten.serve import streams, template_process
+from subten.core import ConfigError, FinishReason, SamplingParams
+from subten.serve import ipc, streams, template_process
 from subten.serve.auth import HostList, KeyRing, is_loopback
 from subten.serve.errors import ApiError
+from subten.serve.generation import Generation, Generator, Job
 from subten.serve.logprobs import TokenTexts
 from subten.serve.metrics import Metrics
 from subten.serve.settings import ServeConfig
@@ -245,20 +248,79 @@ def test_token_bytes_of_a_byte_level_vocabulary():
     assert texts.text_of(spelled["<|im_end|>"]) == "<|im_end|>"
 
 
-def test_a_scrape_is_quick():
-    supervisor: Any = SimpleNamespace(
-        state=EngineState.READY, num_restarts=0, status=None, ready=None
+def busy_supervisor() -> Any:
+    """The supervisor of an engine with all that it can tell, its names as odd as they may be."""
+    load = ipc.ExpertLoadOut(
+        by_rank=[1.5] * 128, max_violation=0.5, worst_violation=1e-9, experts_a_step=8.0
     )
-    metrics = Metrics("m", supervisor)
+    status = ipc.Status(
+        num_running=1,
+        num_waiting=2,
+        num_pages_free=3,
+        num_pages_cached=4,
+        num_pages_used=5,
+        kv_bytes=2**40,
+        kv_true_bits=None,
+        kv_pages_by_kind={"v4": 1, 'o"d\\d\n': 2},
+        num_preemptions=0,
+        num_steps=10**12,
+        num_computed_tokens=1,
+        num_prefix_queries=1,
+        num_prefix_hits=1,
+        step_s=1.4e-3,
+        roof_fraction=0.5,
+        expert_load=load,
+    )
+    info = SimpleNamespace(num_pages=12, kv_full_page_bits=4.5, kv_cache_dtype="int4")
+    return SimpleNamespace(
+        state=EngineState.READY,
+        num_restarts=0,
+        status=status,
+        ready=SimpleNamespace(info=info),
+    )
+
+
+def test_the_text_of_metrics_is_prometheus_own():
+    metrics = Metrics('m"\\\n', busy_supervisor())
+    for value in (1e-5, 0.1, 1e9):
+        metrics.itl.observe(value)
+        metrics.request_output.observe(value)
+    metrics.accepted.inc(3)
+    text = asyncio.run(metrics.render()).decode()
+    assert text == generate_latest(metrics._registry).decode()
+    assert list(text_string_to_metric_families(text))
+
+
+def test_a_scrape_is_quick():
+    metrics = Metrics("m", busy_supervisor())
     times = []
     for _ in range(5):
         metrics.itl.observe(random.random())
         began_s = time.process_time()
-        text = metrics.render()
+        text = asyncio.run(metrics.render())
         times.append(time.process_time() - began_s)
     assert min(times) < 0.05
     assert b'subten:inter_token_latency_seconds_bucket{le="0.0001",model_name="m"}' in text
-    assert Metrics("m", supervisor).render()  # a registry each
+    assert asyncio.run(Metrics("m", busy_supervisor()).render())  # a registry each
+
+
+def test_a_scrape_lets_others_run():
+    metrics = Metrics("m", busy_supervisor())
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def scrape() -> int:
+        task = asyncio.create_task(others())
+        text = await metrics.render()
+        task.cancel()
+        return text.count(b"# TYPE")
+
+    assert asyncio.run(scrape()) <= turns + 1
 
 
 @pytest.fixture
@@ -349,6 +411,49 @@ def test_the_key_may_come_from_the_environment(monkeypatch):
         env_api_key()
     monkeypatch.delenv("SUBTEN_API_KEY")
     assert env_api_key() == ()
+
+
+class OwnHands:
+    """A supervisor whose engine is the test."""
+
+    state, num_live = EngineState.READY, 0
+
+    def __init__(self) -> None:
+        self.sinks: list[Any] = []
+
+    def submit(self, _request: ipc.Submit, sink: Any, *, is_held: bool) -> None:
+        assert not is_held
+        self.sinks.append(sink)
+
+    def cancel(self, request_ids: Any) -> None:
+        """The test does not go on with them."""
+
+
+def test_an_end_waits_for_the_tokens_that_others_got_with_it():
+    supervisor: Any = OwnHands()
+    metrics = Metrics("m", busy_supervisor())
+    seen: list[str] = []
+
+    async def read(name: str, generation: Generation) -> None:
+        async for piece in generation.pieces():
+            seen.append(f"{name} {piece.finish_reason}")
+        seen.append(f"{name} is over")
+
+    async def run() -> None:
+        generator = Generator(supervisor, None, metrics, max_live=9)
+        job = Job(prompts=[[1]], sampling=SamplingParams(max_tokens=2))
+        tasks = [asyncio.create_task(read(name, generator.start(job))) for name in "abc"]
+        for reasons in ((None, None, None), (FinishReason.LENGTH, None, FinishReason.LENGTH)):
+            await asyncio.sleep(0.01)
+            for sink, reason in zip(supervisor.sinks, reasons, strict=True):
+                sink(ipc.TokenOut(request_id="", token_id=5, finish_reason=reason))
+        await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(run())
+    assert seen[:3] == ["a None", "b None", "c None"]
+    assert seen[3:] == ["a length", "b None", "c length", "a is over", "c is over"]
 
 
 class SlowSend:

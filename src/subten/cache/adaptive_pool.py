@@ -41,7 +41,8 @@ class AdaptivePool:
 
     `demote` is the op that writes values in cold planes. At most `max_rows` sequences of
     `max_model_len` tokens are in a step, and `max_step_tokens` tokens. A query sees the last
-    `window` tokens, its own included, and the first `num_sinks` of a sequence as they are.
+    `window` tokens, its own included, and the first `num_sinks` of a sequence as they are. Channels
+    `outlier_LGO` int32 of keys stay in BF16.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class AdaptivePool:
         max_model_len: int,
         max_step_tokens: int,
         num_sinks: int = 0,
+        outlier_LGO: torch.Tensor | None = None,
         window: int = 0,
     ) -> None:
         self.fmt = fmt
@@ -67,8 +69,14 @@ class AdaptivePool:
         self.window = window
         self._demote = demote
         self._device = device
+        num_outliers = 0 if outlier_LGO is None else outlier_LGO.shape[2]
         self.plane_bytes = plane_bytes(
-            plan.widths, num_kv_heads, fmt, num_sinks=num_sinks, window=window
+            plan.widths,
+            num_kv_heads,
+            fmt,
+            num_sinks=num_sinks,
+            num_outliers=num_outliers,
+            window=window,
         )
         policy = FidelityPolicy(value_bytes=plan.value_bytes, newest_pages=plan.newest_pages)
         counts, mixed = plan.counts, fmt.mixed
@@ -77,10 +85,15 @@ class AdaptivePool:
         def planes(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.uint8, device=device)
 
-        keys = [
-            KeyPool(bits=width, k_PGB=planes(plan.num_pages, num_kv_heads, mixed.k_bytes(width)))
-            for width in plan.widths
-        ]
+        keys = []
+        for layer, width in enumerate(plan.widths):
+            outliers: dict[str, torch.Tensor] = {}
+            if outlier_LGO is not None:
+                outlier_bytes = mixed.outlier_bytes(num_outliers)
+                outliers["k_out_PGB"] = planes(plan.num_pages, num_kv_heads, outlier_bytes)
+                outliers["outlier_GO"] = outlier_LGO[layer].contiguous()
+            k_PGB = planes(plan.num_pages, num_kv_heads, mixed.k_bytes(width))
+            keys.append(KeyPool(bits=width, k_PGB=k_PGB, **outliers))
         values = ValuePools(
             vbase_LXGB=planes(num_layers, counts.base, num_kv_heads, mixed.base_bytes),
             vfine_LYGB=planes(num_layers, counts.fine, num_kv_heads, mixed.fine_bytes),
@@ -118,6 +131,7 @@ class AdaptivePool:
         values = pages.values
         each = (
             *(keys.k_PGB for keys in pages.keys),
+            *(keys.k_out_PGB for keys in pages.keys if keys.k_out_PGB is not None),
             *(values.vbase_LXGB, values.vfine_LYGB, values.vcold_LZGB),
             *(pages.sink_LXGB, pages.ring_LNGE, self._staging_NGE),
         )
@@ -343,12 +357,19 @@ class _MassReader:
 
 
 def plane_bytes(
-    widths: Sequence[int], num_kv_heads: int, fmt: AdaptiveFormat, *, num_sinks: int, window: int
+    widths: Sequence[int],
+    num_kv_heads: int,
+    fmt: AdaptiveFormat,
+    *,
+    num_sinks: int,
+    num_outliers: int,
+    window: int,
 ) -> PlaneNumbers:
     """Bytes of one plane of each kind, over all layers and KV heads; of one sequence's ring."""
     mixed, num = fmt.mixed, len(widths) * num_kv_heads
+    code_bytes = num_kv_heads * sum(mixed.k_bytes(width) for width in widths)
     return PlaneNumbers(
-        key=num_kv_heads * sum(mixed.k_bytes(width) for width in widths),
+        key=code_bytes + num * mixed.outlier_bytes(num_outliers),
         base=num * mixed.base_bytes,
         fine=num * mixed.fine_bytes,
         cold=num * mixed.cold_bytes,

@@ -58,12 +58,14 @@ class KeyStatistics:
 class KeyTransform:
     """How keys are stored, float32: rows k A, queries q A^-T; `feedback_LGDD` of a shaped one.
 
-    `feedback_LGDD[..., j, i]` is how much of channel j's error is added to channel i > j.
+    `feedback_LGDD[..., j, i]` is how much of channel j's error is added to channel i > j, and
+    `outlier_LGD` int32 its channels, first those that cost most in codes.
     """
 
     matrix_LGDD: torch.Tensor
     inverse_LGDD: torch.Tensor
     feedback_LGDD: torch.Tensor | None = None
+    outlier_LGD: torch.Tensor | None = None
 
 
 def key_statistics(
@@ -151,13 +153,28 @@ def shaped_transform(statistics: KeyStatistics) -> KeyTransform:
     felt_LGDD = _ridged(inverse_LGDD @ _ridged(statistics.query_LGDD) @ inverse_LGDD.mT)
     # A factor whose column i holds channels up to i: Cholesky's with the channels in reverse.
     factor_LGDD = torch.linalg.cholesky(felt_LGDD.flip(-1, -2)).flip(-1, -2)
-    feedback_LGDD = factor_LGDD / factor_LGDD.diagonal(dim1=-2, dim2=-1)[..., None, :]
+    left_LGD = factor_LGDD.diagonal(dim1=-2, dim2=-1)
+    feedback_LGDD = factor_LGDD / left_LGD[..., None, :]
+    size_LGDD = matrix_LGDD.mT @ _ridged(statistics.key_LGDD) @ matrix_LGDD
     transform = _transform(matrix_LGDD, statistics.key_LGDD)
     return KeyTransform(
         matrix_LGDD=transform.matrix_LGDD,
         inverse_LGDD=transform.inverse_LGDD,
         feedback_LGDD=feedback_LGDD.triu(1).float(),
+        outlier_LGD=_outliers_first(left_LGD.square(), size_LGDD.diagonal(dim1=-2, dim2=-1)),
     )
+
+
+def _outliers_first(felt_LGD: torch.Tensor, size_LGD: torch.Tensor) -> torch.Tensor:
+    """Channels in the order of what it saves to keep them exact, int32.
+
+    Scores feel sum(felt) sum(size) / D of the error that a unit of size makes: a channel that has
+    none takes its share out of both sums.
+    """
+    felt_share_LGD, size_share_LGD = (
+        x_LGD / x_LGD.sum(dim=-1, keepdim=True) for x_LGD in (felt_LGD, size_LGD)
+    )
+    return (felt_share_LGD + size_share_LGD).argsort(dim=-1, descending=True).int()
 
 
 def balanced_matrix(key_DD: torch.Tensor, query_DD: torch.Tensor) -> torch.Tensor:

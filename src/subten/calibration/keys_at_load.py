@@ -42,13 +42,17 @@ FORMAT = "subten-key-calibration-1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyCalibration:
-    """How each layer stores keys: see `AdaptiveAttention.calibrate`; `noise_L` is `score_noise`."""
+    """How each layer stores keys: see `AdaptiveAttention.calibrate`; `noise_L` is `score_noise`.
+
+    `outlier_LGD` int32 has the channels of stored keys, first those to keep exact if any are.
+    """
 
     mean_LGD: torch.Tensor
     matrix_LGDD: torch.Tensor
     inverse_LGDD: torch.Tensor
     feedback_LGDD: torch.Tensor
     noise_L: torch.Tensor
+    outlier_LGD: torch.Tensor
 
     def apply(self, model: Decoder) -> None:
         """Make the layers of a model with an adaptive cache store keys so."""
@@ -103,12 +107,14 @@ def calibrate_keys(
     statistics = key_statistics(model, windows, progress=progress)
     transform = shaped_transform(statistics)
     assert transform.feedback_LGDD is not None
+    assert transform.outlier_LGD is not None
     calibration = KeyCalibration(
         mean_LGD=statistics.mean_key_LGD,
         matrix_LGDD=transform.matrix_LGDD,
         inverse_LGDD=transform.inverse_LGDD,
         feedback_LGDD=transform.feedback_LGDD,
         noise_L=score_noise(statistics, transform).float(),
+        outlier_LGD=transform.outlier_LGD,
     )
     if path is not None:
         _save(calibration, path)
@@ -131,6 +137,7 @@ def _load(path: Path, model: Decoder) -> KeyCalibration | None:
     config = model.config
     head = (config.num_layers, config.num_kv_heads, config.head_dim)
     shapes: dict[str, tuple[int, ...]] = {"mean_LGD": head, "noise_L": head[:1]}
+    shapes["outlier_LGD"] = head
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {f.name: file.get_tensor(f.name) for f in fields(KeyCalibration)}

@@ -28,20 +28,16 @@ def to_whole(x_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     that value is less than 2^-100; rounding is to nearest, ties to even.
     """
     largest_N1 = x_ND.abs().amax(dim=-1, keepdim=True)
-    exponent_N1 = ((largest_N1.view(torch.int32) >> 23) - 127).clamp(min=_MIN_EXPONENT)
-    shift_N1 = WHOLE_BITS - 1 - exponent_N1
-    whole_ND = (x_ND * _power_of_two(shift_N1)).round().to(torch.int32)
-    return whole_ND, _power_of_two(-shift_N1)
+    exponent_N1 = (largest_N1.view(torch.int32) >> 23).clamp(min=_MIN_EXPONENT + 127)
+    scale_N1 = ((WHOLE_BITS - 1 + 2 * 127 - exponent_N1) << 23).view(torch.float32)
+    # Reciprocals of powers of two are exact.
+    return (x_ND * scale_N1).round().to(torch.int32), scale_N1.reciprocal()
 
 
 def round_bf16(x: torch.Tensor) -> torch.Tensor:
     """The nearest BF16 value, ties to even, of finite x >= 0; float32 in and out."""
     bits = x.view(torch.int32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
-
-
-def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    return ((exponent + 127) << 23).view(torch.float32)
 
 
 @triton_jit

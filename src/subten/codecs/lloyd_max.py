@@ -112,6 +112,30 @@ def unpack_pairs(byte_NQ: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, dim=-1)
 
 
+def levels_by_bytes(
+    low_NQ: torch.Tensor, high_NQ: torch.Tensor | None, table_K2: torch.Tensor
+) -> torch.Tensor:
+    """Levels of rows of codes, float32 [N, Q, 4]: channel p D/4 + j at [j, p].
+
+    Both tensors are packed as `pack_pairs` does it, of a code its low two bits and its high two
+    bits. `table_K2` is `pair_table` of their levels.
+    """
+    index_NQ2 = torch.stack([low_NQ & 15, low_NQ >> 4], dim=-1)
+    if high_NQ is not None:
+        index_NQ2 |= torch.stack([high_NQ << 4, high_NQ & 0xF0], dim=-1)
+    # Two levels at once, as one number, from a table that stays in a CPU's first cache.
+    pair_K = table_K2.view(torch.complex64).flatten()
+    pair_N = pair_K.index_select(0, index_NQ2.flatten().int())
+    return pair_N.view(torch.float32).view(*low_NQ.shape, 4)
+
+
+def pair_table(level_K: torch.Tensor) -> torch.Tensor:
+    """Levels [4] or [16] of two channels by their low bits, two each, and above them the high."""
+    byte_K1 = torch.arange(len(level_K) ** 2, device=level_K.device)[:, None]
+    shift_2 = 2 * torch.arange(2, device=level_K.device)
+    return level_K[(byte_K1 >> shift_2 & 3) + 4 * (byte_K1 >> 4 >> shift_2 & 3)]
+
+
 @triton_jit
 def norm_of_device(x_ND: tl.tensor, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr) -> Any:
     """Device twin of `norm_of`, but `is_bad_N` last; channels past HEAD_DIM are 0."""

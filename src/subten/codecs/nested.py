@@ -12,6 +12,7 @@ Letters: N rows, D head_dim, Q D / 4.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -22,13 +23,14 @@ from subten.codecs.lloyd_max import (
     OUTER,
     level_2bit,
     level_4bit,
+    levels_by_bytes,
     magnitude_codes,
     magnitude_codes_device,
     norm_of,
     norm_of_device,
     pack_pairs,
+    pair_table,
     store_pairs,
-    unpack_pairs,
 )
 from subten.codecs.norm_byte import (
     decode_norm,
@@ -58,15 +60,22 @@ def decode_nested(
     codes_NQ: torch.Tensor, fine_NQ: torch.Tensor | None, norm_N: torch.Tensor
 ) -> torch.Tensor:
     """Rows at 4 bits, or without the fine plane at 2: float32 [N, D]."""
-    norm_N1 = decode_norm(norm_N, BIAS)[..., None]
-    if fine_NQ is None:
-        level_4 = torch.tensor([INNER, OUTER, -INNER, -OUTER], device=codes_NQ.device)
-        return level_4[unpack_pairs(codes_NQ).int()] * norm_N1
-    # A code is is_outer + 2 * is_negative: with the fine code below, the sign is the top bit.
-    positive_8 = torch.tensor(FINE_LEVELS, device=codes_NQ.device)
-    level_16 = torch.cat([positive_8, -positive_8])
-    code_ND = unpack_pairs(codes_NQ) * 4 + unpack_pairs(fine_NQ)
-    return level_16[code_ND.int()] * norm_N1
+    return nested_levels(codes_NQ, fine_NQ).mT.flatten(-2) * decode_norm(norm_N, BIAS)[..., None]
+
+
+def nested_levels(codes_NQ: torch.Tensor, fine_NQ: torch.Tensor | None) -> torch.Tensor:
+    """Rows over their norms as `levels_by_bytes` has them."""
+    return levels_by_bytes(codes_NQ, fine_NQ, _level_pairs(fine_NQ is not None, codes_NQ.device))
+
+
+@functools.cache
+def _level_pairs(is_fine: bool, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        if not is_fine:
+            return pair_table(torch.tensor([INNER, OUTER, -INNER, -OUTER], device=device))
+        # By fine code, then by base code: is_outer, four levels later, + 2 * is_negative.
+        positive_24 = torch.tensor(FINE_LEVELS, device=device).view(2, 4)
+        return pair_table(torch.cat([positive_24, -positive_24]).T.flatten())
 
 
 @triton_jit

@@ -28,20 +28,35 @@ _THRESHOLDS = tuple(round(2**23 * (2 ** ((k - 0.5) / STEPS) - 1)) for k in range
 
 def encode_norm(norm_N: torch.Tensor, bias: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Finite float32 norms >= 0 -> `(byte_N uint8, is_over_N bool)`, any shape."""
-    assert bias % STEPS == 0, bias
-    bits_N = norm_N.contiguous().view(torch.int32)
-    edge_K = torch.tensor(_THRESHOLDS, dtype=torch.int32, device=norm_N.device)
-    part_N = torch.bucketize(bits_N & 0x7FFFFF, edge_K, right=True)
-    byte_N = ((bits_N >> 23) - 127) * STEPS + part_N + (1 + bias)
-    small_N = (byte_N > 1 - STEPS).to(byte_N.dtype)
-    byte_N, is_over_N = torch.where(byte_N >= 1, byte_N, small_N), byte_N > 255
-    return byte_N.clamp(max=255).to(torch.uint8), is_over_N
+    step_N = torch.bucketize(norm_N, _least_norms(norm_N.device, bias), right=True)
+    return step_N.clamp(max=255).to(torch.uint8), step_N > 255
 
 
 def decode_norm(byte_N: torch.Tensor, bias: int) -> torch.Tensor:
     """Inverse of `encode_norm`, float32 of the same shape."""
-    # The power of two apart from the table: exact.
-    return norm_table(byte_N.device)[byte_N.int()] * 2.0 ** -(bias // STEPS)
+    return _norms(byte_N.device, bias)[byte_N.int()]
+
+
+@functools.cache
+def _least_norms(device: torch.device, bias: int) -> torch.Tensor:
+    """The least norm that becomes 1, that becomes 2, and so on to the one that is over, [256]."""
+    assert bias % STEPS == 0, bias
+    with torch.inference_mode(False):
+        # Byte 1 reaches down to half of the range's least norm.
+        step_B = torch.arange(256, dtype=torch.int32) - bias
+        step_B[0] -= STEPS - 1
+        # To become step 16 e + k, a norm has a mantissa of at least the k-th threshold.
+        exponent_B, part_B = (step_B - 1) >> 4, (step_B - 1) & (STEPS - 1)
+        bits_B = (exponent_B + 127 << 23) + torch.tensor(_THRESHOLDS, dtype=torch.int32)[part_B]
+        return bits_B.view(torch.float32).to(device)
+
+
+@functools.cache
+def _norms(device: torch.device, bias: int) -> torch.Tensor:
+    """Norms of all bytes, float32 [256]."""
+    with torch.inference_mode(False):
+        # The power of two apart from the table: exact.
+        return norm_table(device) * 2.0 ** -(bias // STEPS)
 
 
 @functools.cache

@@ -30,7 +30,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
 from subten.codecs.bits import are_finite, check_rows, magnitude_bits, nan_where
 from subten.codecs.fixed_point import (
@@ -39,7 +41,7 @@ from subten.codecs.fixed_point import (
     to_whole,
     to_whole_device,
 )
-from subten.codecs.lloyd_max import LIMIT, pack_pairs, store_pairs, unpack_pairs
+from subten.codecs.lloyd_max import LIMIT, levels_by_bytes, pack_pairs, pair_table, store_pairs
 from subten.codecs.norm_byte import (
     decode_norm,
     encode_norm,
@@ -106,10 +108,26 @@ def decode_shaped(
     low_NQ: torch.Tensor, high_NB: torch.Tensor, norm_N: torch.Tensor, *, bits: int
 ) -> torch.Tensor:
     """Planes as `encode_shaped` made them -> rows, float32 [N, D]; outliers stay to be put in."""
-    code_ND = unpack_pairs(low_NQ)
-    if bits > 2:
-        code_ND = code_ND + 4 * (unpack_bits(high_NB) if bits == 3 else unpack_pairs(high_NB))
-    return levels(bits, low_NQ.device)[code_ND.int()] * decode_norm(norm_N, BIAS)[..., None]
+    level_NQ4 = shaped_levels(low_NQ, high_NB, bits=bits)
+    return level_NQ4.mT.flatten(-2) * decode_norm(norm_N, BIAS)[..., None]
+
+
+def shaped_levels(low_NQ: torch.Tensor, high_NB: torch.Tensor, *, bits: int) -> torch.Tensor:
+    """Rows over their norms as `levels_by_bytes` has them."""
+    high_NQ = None
+    if bits == 3:
+        # Of both halves of a quarter the bits as 4-bit codes would have them.
+        high_NQ = torch.cat([high_NB & 0x55, high_NB >> 1 & 0x55], dim=-1)
+    if bits == 4:
+        high_NQ = high_NB
+    return levels_by_bytes(low_NQ, high_NQ, _level_pairs(bits, low_NQ.device))
+
+
+@functools.cache
+def _level_pairs(bits: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        # Codes of 3 bits have the fourth 0.
+        return pair_table(F.pad(levels(bits, device), (0, 8 * (bits == 3))))
 
 
 def outliers_of(y_TGD: torch.Tensor, outlier_GO: torch.Tensor) -> torch.Tensor:
@@ -123,12 +141,6 @@ def pack_bits(code_ND: torch.Tensor) -> torch.Tensor:
     shift_81 = torch.arange(8, dtype=torch.uint8, device=code_ND.device)[:, None]
     packed_NE: torch.Tensor = (code_N8E << shift_81).sum(dim=-2, dtype=torch.uint8)
     return packed_NE
-
-
-def unpack_bits(byte_NE: torch.Tensor) -> torch.Tensor:
-    """[N, E] uint8 -> [N, D] uint8 below 2; inverse of `pack_bits`."""
-    shift_81 = torch.arange(8, dtype=torch.uint8, device=byte_NE.device)[:, None]
-    return (byte_NE[..., None, :] >> shift_81 & 1).flatten(-2)
 
 
 def _outlier_mask(outlier_GO: torch.Tensor | None, y_TGD: torch.Tensor) -> torch.Tensor | None:
@@ -158,15 +170,16 @@ def _codes(
 
     Products and sums are rounded each by itself, in the order of channels, as on a device.
     """
-    edge_K = torch.tensor(THRESHOLDS[bits], device=y_TGD.device)
     if feedback_GDD is None:
-        return _nearest(y_TGD, edge_K)
+        return _nearest(y_TGD, bits)
+    if y_TGD.device.type == "cpu":
+        return _chained_codes_numpy(y_TGD, bits, feedback_GDD, exact_TGD)
     level_K = levels(bits, y_TGD.device)
     y_DTG, feedback_DDG = y_TGD.movedim(-1, 0).contiguous(), feedback_GDD.movedim(0, -1)
     want_DTG = y_DTG.clone()
     code_DTG = torch.empty_like(y_DTG, dtype=torch.uint8)
     for i in range(len(y_DTG)):
-        code_DTG[i] = _nearest(want_DTG[i], edge_K)
+        code_DTG[i] = _nearest(want_DTG[i], bits)
         read_TG = level_K[code_DTG[i].int()]
         if exact_TGD is not None:
             read_TG = torch.where(exact_TGD[..., i].isnan(), read_TG, exact_TGD[..., i])
@@ -174,11 +187,40 @@ def _codes(
     return code_DTG.movedim(0, -1)
 
 
-def _nearest(u: torch.Tensor, edge_K: torch.Tensor) -> torch.Tensor:
+def _chained_codes_numpy(
+    y_TGD: torch.Tensor,
+    bits: int,
+    feedback_GDD: torch.Tensor,
+    exact_TGD: torch.Tensor | None,
+) -> torch.Tensor:
+    """The same chain with NumPy: of a decode step's few rows a call takes a fifth of torch's."""
+    edge_E, level_K = _signed_edges(bits).numpy(), levels(bits, y_TGD.device).numpy()
+    y_DTG = y_TGD.movedim(-1, 0).contiguous().numpy()
+    feedback_DDG = feedback_GDD.movedim(0, -1).numpy()[:, :, None]
+    exact_DTG = None if exact_TGD is None else exact_TGD.movedim(-1, 0).numpy()
+    want_DTG, code_DTG = y_DTG.copy(), np.empty(y_DTG.shape, dtype=np.uint8)
+    for i, (y_TG, want_TG) in enumerate(zip(y_DTG, want_DTG, strict=True)):
+        code_TG = edge_E.searchsorted(want_TG, "right")
+        code_DTG[i] = code_TG
+        read_TG = level_K.take(code_TG)
+        if exact_DTG is not None:
+            read_TG = np.where(np.isnan(exact_DTG[i]), read_TG, exact_DTG[i])
+        want_DTG[i + 1 :] += (y_TG - read_TG) * feedback_DDG[i, i + 1 :]
+    return torch.from_numpy(code_DTG).movedim(0, -1)
+
+
+@functools.cache
+def _signed_edges(bits: int) -> torch.Tensor:
+    """The least numbers of code 1, of code 2 and so on, float32: edges go inwards, 0 upwards."""
+    with torch.inference_mode(False):
+        edge_K = torch.tensor(THRESHOLDS[bits])
+        outer_K = edge_K.nextafter(torch.tensor(float("inf")))
+        return torch.cat([-edge_K.flip(0), torch.zeros(1), outer_K])
+
+
+def _nearest(u: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes of the nearest levels: magnitudes on an edge go inwards, 0 is positive."""
-    half = len(edge_K) + 1
-    size = torch.bucketize(u.abs(), edge_K, out_int32=True)
-    return torch.where(u < 0, half - 1 - size, half + size).to(torch.uint8)
+    return torch.bucketize(u, _signed_edges(bits).to(u.device), right=True).to(torch.uint8)
 
 
 # Rows of a tile each on their own; sums over a row are exact, and those of feedback are made in the

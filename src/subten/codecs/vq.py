@@ -166,7 +166,8 @@ def decode_vectors(codes_NB: torch.Tensor) -> torch.Tensor:
 # with all a, in FP16 with exact FP32 sums. Ties go to the lowest b, then a. Writes 3 D / 16 + 2
 # bytes a row; the codebook, 4.3 KB, stays in L1.
 #
-#   tile of vectors [N * D/8, 16]: y0 0 y1 0 ... y7 0, as a product of matrices takes at least 16
+#   tile of vectors [N * D/8, 16]: y0 y0 y1 y1 ... y7 y7, times codewords a0 0 a1 0 ... a7 0, as a
+#   product of matrices takes at least 16
 @triton_jit
 def _device_encode(
     x_ND: tl.tensor,
@@ -243,7 +244,10 @@ def _nearest_pair(y_N8: tl.tensor, tables: tl.tensor) -> Any:
     for index in range(16):
         second_18 = tl.load(tables + (256 + index) * 8 + c).to(tl.float32)[None, :]
         rest_N8 = y_N8 - 4.0 * second_18
-        rest_NK = tl.reshape(tl.join(rest_N8, tl.zeros_like(rest_N8)), (NUM_VECTORS, 16))
+        # By broadcasting: Triton 3.6 takes a `join` of what was loaded in bytes for half a byte a
+        # value, lays the product out for 32 of them, and of 16 it then makes wrong sums.
+        twice_N82 = tl.broadcast_to(rest_N8[:, :, None], (NUM_VECTORS, 8, 2))
+        rest_NK = tl.reshape(twice_N82, (NUM_VECTORS, 16))
         score_NF = tl.dot(rest_NK.to(tl.float16), first_KF) - 2.0 * square_F[None, :]
         score_N, found_N = tl.max(
             score_NF, axis=1, return_indices=True, return_indices_tie_break_left=True

@@ -130,9 +130,9 @@ class DecodeGraphs:
                 list(range(len(items))),
             )
         settle()
-        logits_SV = flight.logits_SV
-        if len(chosen) < len(flight.rows):
-            logits_SV = torch.cat([logits_SV[old : old + n] for _, old, n in _runs(chosen)])
+        logits_SV, runs = flight.logits_SV, _runs(chosen)
+        if runs != [(0, 0, len(flight.rows))]:
+            logits_SV = torch.cat([logits_SV[old : old + n] for _, old, n in runs])
         # A step ahead would overwrite logits that are still to be read.
         is_simple = all(item.needs_token and not _needs_logits(item) for item in items)
         if not has_more and is_simple:

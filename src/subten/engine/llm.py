@@ -18,6 +18,7 @@ from subten.cache.pool import KVPool, PagePool
 from subten.cache.use import CacheUse
 from subten.calibration.keys_at_load import (
     MIN_TOKENS,
+    KeyCalibration,
     calibrate_keys,
     read_text,
     shipped_text,
@@ -25,12 +26,15 @@ from subten.calibration.keys_at_load import (
 from subten.codecs.adaptive import AdaptiveFormat
 from subten.config import EngineConfig, cache_dir
 from subten.core import (
+    ConfigError,
     Request,
     RequestError,
     SamplingParams,
     TokenEvent,
     UserError,
+    refuse,
 )
+from subten.engine.attend_speed import warn_if_slow
 from subten.engine.completion import Chunk, Completion, Usage
 from subten.engine.engine import Engine, RequestRecord
 from subten.engine.expert_load import ExpertLoad
@@ -97,6 +101,7 @@ class LLM:
         kv_bits_budget: float | None = None,
         kv_memory_bytes: int | None = None,
         kv_cold_pages: bool = False,
+        kv_outlier_channels: float | None = None,
         kv_sink_tokens: int | None = None,
         kv_window_tokens: int | None = None,
         kv_calibration: str | None = None,
@@ -123,6 +128,7 @@ class LLM:
             kv_bits_budget=kv_bits_budget,
             kv_memory_bytes=kv_memory_bytes,
             kv_cold_pages=kv_cold_pages,
+            kv_outlier_channels=kv_outlier_channels,
             kv_sink_tokens=kv_sink_tokens,
             kv_window_tokens=kv_window_tokens,
             kv_calibration=kv_calibration,
@@ -236,15 +242,17 @@ class LLM:
         self.model_config = self.loaded.config
         self.tokenizer = self.loaded.tokenizer
         fmt = self.loaded.model.fmt
-        sensitivity = None
-        if isinstance(fmt, AdaptiveFormat):
-            sensitivity = self._calibrate()
+        calibration = self._calibrate() if isinstance(fmt, AdaptiveFormat) else None
+        sensitivity = None if calibration is None else calibration.noise_L.tolist()
         limits = resolve_limits(
             config, self.model_config, fmt, self.device, sensitivity=sensitivity
         )
         self.max_model_len = limits.max_model_len
+        warn_if_slow(
+            fmt.codec.name, device_kind=self.device.kind, max_model_len=limits.max_model_len
+        )
         self.max_num_seqs = limits.max_num_seqs
-        self.pool = self._new_pool(limits)
+        self.pool = self._new_pool(limits, calibration)
         fidelity = self.pool.fidelity
         scheduler = Scheduler(
             PageAllocator(limits.num_pages, config.enable_prefix_caching, listener=fidelity),
@@ -268,7 +276,7 @@ class LLM:
         )
         self.engine = Engine(scheduler, runner, cache_use=self.pool.use)
 
-    def _new_pool(self, limits: Limits) -> KVPool:
+    def _new_pool(self, limits: Limits, calibration: KeyCalibration | None) -> KVPool:
         model, fmt = self.loaded.model, self.loaded.model.fmt
         shape: dict[str, Any] = {
             "num_layers": self.model_config.num_layers,
@@ -278,10 +286,17 @@ class LLM:
         if limits.adaptive is None:
             return PagePool(num_pages=limits.num_pages, fmt=fmt, **shape)
         assert isinstance(fmt, AdaptiveFormat), type(fmt)
+        outlier_LGO = None
+        if limits.adaptive.num_outliers:
+            if calibration is None:
+                asked, allowed = self.config.kv_outlier_channels, "0 without a calibration of keys"
+                raise refuse(ConfigError, "kv_outlier_channels", asked, allowed)
+            outlier_LGO = calibration.outlier_LGD[..., : limits.adaptive.num_outliers]
         return AdaptivePool(
             fmt=fmt,
             plan=limits.adaptive.plan,
             num_sinks=limits.adaptive.num_sinks,
+            outlier_LGO=outlier_LGO,
             window=limits.adaptive.window,
             demote=model.ops.demote_values,
             max_rows=limits.max_num_seqs + SIZE_STEP - 1,
@@ -290,8 +305,8 @@ class LLM:
             **shape,
         )
 
-    def _calibrate(self) -> list[float] | None:
-        """Learn from a text how to store keys; how much each layer suffers from coarse ones."""
+    def _calibrate(self) -> KeyCalibration | None:
+        """Learn from a text how to store keys, and store them so."""
         asked, model = self.config.kv_calibration, self.loaded.model
         if asked == "none" or (asked is None and self.tokenizer is None):
             return None
@@ -305,7 +320,7 @@ class LLM:
             return None
         found = calibrate_keys(model, token_ids, folder=cache_dir())
         found.apply(model)
-        return found.noise_L.tolist()
+        return found
 
     def _graphs(self) -> dict[str, Any]:
         """CUDA graphs of the runner, where steps can be captured: torch ops wait for the device."""

@@ -31,6 +31,7 @@ class AdaptiveLimits:
     plan: PlanePlan
     max_model_len: int
     num_sinks: int
+    num_outliers: int
     window: int
 
 
@@ -52,13 +53,10 @@ def resolve_adaptive(
     window = WINDOW_TOKENS if config.kv_window_tokens is None else config.kv_window_tokens
     if sinks > PAGE_SIZE:
         raise refuse(ConfigError, "kv_sink_tokens", sinks, f"0 to {PAGE_SIZE}, one page")
-    each = {
-        width: plane_bytes((width,), model.num_kv_heads, fmt, num_sinks=sinks, window=window)
-        for width in WIDTHS
-    }
-    planes = plane_bytes(
-        (4,) * model.num_layers, model.num_kv_heads, fmt, num_sinks=sinks, window=window
-    )
+    num_outliers = outlier_count(config.kv_outlier_channels, fmt.head_dim)
+    exact = {"num_sinks": sinks, "num_outliers": num_outliers, "window": window}
+    each = {width: plane_bytes((width,), model.num_kv_heads, fmt, **exact) for width in WIDTHS}
+    planes = plane_bytes((4,) * model.num_layers, model.num_kv_heads, fmt, **exact)
     spare_rows = staging_rows(config.max_num_batched_tokens, config.max_num_seqs, window)
     spare_rows += model.num_layers if window else 0
     name, memory_bytes = memory if memory is not None else ("num_pages", None)
@@ -101,8 +99,17 @@ def resolve_adaptive(
         )
     _log(ask, plan)
     return AdaptiveLimits(
-        plan=plan, max_model_len=ask.max_model_len, num_sinks=sinks, window=window
+        plan=plan,
+        max_model_len=ask.max_model_len,
+        num_sinks=sinks,
+        num_outliers=num_outliers,
+        window=window,
     )
+
+
+def outlier_count(percent: float | None, head_dim: int) -> int:
+    """Channels of a head that so many percent are, at least one; None and 0 are none."""
+    return max(1, round(percent * head_dim / 100)) if percent else 0
 
 
 def _log(ask: PlaneAsk, plan: PlanePlan) -> None:

@@ -6,6 +6,7 @@ outlier channels, N rows of a tile.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -116,56 +117,74 @@ def append_mixed_torch(
     """Twin of `append_mixed`, and the CPU backend; any orthogonal `rotation_DD`."""
     check_append_mixed(k_TGD, v_TGD, pages, fmt, step, window, rotation_DD, feedback_GDD, bad_T)
     x_TGE = torch.cat([k_TGD, v_TGD.float() @ rotation_DD], dim=-1)
-    (kept_T,) = (window.row_T >= 0).nonzero(as_tuple=True)
-    pages.recent_NGE[window.row_T[kept_T].long()] = x_TGE[kept_T].bfloat16()
-    (kept_T,) = (step.slot_T >= 0).nonzero(as_tuple=True)
-    k_TGD, v_TGD = x_TGE[kept_T].chunk(2, dim=-1)
-    page_T, row_T = step.slot_T[kept_T] // PAGE_SIZE, step.slot_T[kept_T] % PAGE_SIZE
-    base_T, fine_T, _ = pages.place_P3[page_T].long().unbind(1)
+    exact_TGE = x_TGE.bfloat16()
+    row_T, (kept_TGE,) = _kept(window.row_T, exact_TGE)
+    pages.recent_NGE[row_T] = kept_TGE
+    slot_T, (x_TGE, exact_TGE, position_T) = _kept(step.slot_T, x_TGE, exact_TGE, step.position_T)
+    page_T, row_T = slot_T // PAGE_SIZE, slot_T % PAGE_SIZE
+    base_T, fine_T, _ = pages.place_P3[page_T].unbind(1)
+    k_TGD, v_TGD = (x_TGD.contiguous() for x_TGD in x_TGE.chunk(2, dim=-1))
 
     low, high, norm, is_bad_TG = encode_shaped(
-        k_TGD.contiguous(),
-        bits=pages.k_bits,
-        feedback_GDD=feedback_GDD,
-        outlier_GO=pages.outlier_GO,
+        k_TGD, bits=pages.k_bits, feedback_GDD=feedback_GDD, outlier_GO=pages.outlier_GO
     )
-    start = 0
-    for part_TGB in (low, high, norm[..., None]):
-        start = _put(pages.k_PGB, start, page_T, row_T, part_TGB)
+    _put(pages.k_PGB, page_T, row_T, low, high, norm[..., None])
     if pages.k_out_PGB is not None and pages.outlier_GO is not None:
         out_TGO = outliers_of(k_TGD, pages.outlier_GO).bfloat16()
-        _put(pages.k_out_PGB, 0, page_T, row_T, out_TGO.view(torch.uint8))
-    codes, fine, norm, is_bad_v_TG = encode_nested(v_TGD.contiguous())
-    start = _put(pages.vbase_XGB, 0, base_T, row_T, codes)
-    _put(pages.vbase_XGB, start, base_T, row_T, norm[..., None])
-    _put(pages.vfine_YGB, 0, fine_T, row_T, fine)
+        _put(pages.k_out_PGB, page_T, row_T, out_TGO.view(torch.uint8))
+    codes, fine, norm, is_bad_v_TG = encode_nested(v_TGD)
+    _put(pages.vbase_XGB, base_T, row_T, codes, norm[..., None])
+    _put(pages.vfine_YGB, fine_T, row_T, fine)
     if bad_T is not None:
-        bad_T[kept_T] |= (is_bad_TG | is_bad_v_TG).any(1).to(bad_T.dtype)
+        is_bad_T = (is_bad_TG | is_bad_v_TG).any(1).to(bad_T.dtype)
+        bad_T |= torch.zeros_like(bad_T).masked_scatter_(step.slot_T >= 0, is_bad_T)
+    num_sinks = pages.num_sinks(fmt)
     if pages.sink_XGB is not None and pages.sink_P is not None:
-        position_T, num_sinks = step.position_T[kept_T], pages.num_sinks(fmt)
-        plane_T = torch.where(position_T < num_sinks, pages.sink_P[page_T].long(), -1)
-        bytes_TGB = x_TGE[kept_T].bfloat16().unflatten(-1, (2, -1)).view(torch.uint8)
-        half = fmt.exact_bytes(num_sinks) // 2
-        for which in (0, 1):
-            sink_XGB = pages.sink_XGB[..., which * half :]
-            _put(sink_XGB, 0, plane_T, position_T, bytes_TGB[:, :, which], num_rows=num_sinks)
+        first_T = torch.where(position_T < num_sinks, position_T, -1)
+        first_T, (exact_TGE, page_T) = _kept(first_T, exact_TGE, page_T)
+        if len(first_T):
+            k_TGB, v_TGB = exact_TGE.view(torch.uint8).chunk(2, dim=-1)
+            _put(pages.sink_XGB, pages.sink_P[page_T], first_T, k_TGB, v_TGB, num_rows=num_sinks)
+
+
+def _kept(
+    index_T: torch.Tensor, *rows: torch.Tensor
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Indices of at least 0, int64, and the rows that go with them."""
+    is_kept_T = index_T >= 0
+    if not is_kept_T.all():
+        index_T, rows = index_T[is_kept_T], tuple(x_T[is_kept_T] for x_T in rows)
+    return index_T.long(), rows
 
 
 def _put(
     pool_PGB: torch.Tensor,
-    start: int,
     plane_T: torch.Tensor,
     row_T: torch.Tensor,
-    part_TGB: torch.Tensor,
+    *parts: torch.Tensor,
     num_rows: int = PAGE_SIZE,
-) -> int:
-    """Put rows into planes from byte `start` on, none into -1; the byte after the last of them."""
-    end = start + num_rows * part_TGB.shape[-1]
-    (kept_T,) = (plane_T >= 0).nonzero(as_tuple=True)
-    if part_TGB.shape[-1] and len(kept_T):
-        part_PGNB = pool_PGB[..., start:end].unflatten(-1, (num_rows, -1))
-        part_PGNB[plane_T[kept_T], :, row_T[kept_T]] = part_TGB[kept_T]
-    return end
+) -> None:
+    """Put rows [T, G, bytes] into planes that have these parts one after another; none into -1."""
+    widths = tuple(part_TGB.shape[-1] for part_TGB in parts)
+    part_TGB = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+    plane_T, (row_T, part_TGB) = _kept(plane_T, row_T, part_TGB)
+    start_B, width_B = _byte_places(widths, num_rows, row_T.device)
+    byte_TB = start_B + row_T[:, None] * width_B
+    pool_PGB[plane_T[:, None], :, byte_TB] = part_TGB.transpose(1, 2)
+
+
+@functools.cache
+def _byte_places(
+    widths: tuple[int, ...], num_rows: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each byte of row 0 is, and how far on that of the next row; int64 [bytes of a row]."""
+    with torch.inference_mode(False):
+        start, starts, steps = 0, [], []
+        for width in widths:
+            starts += list(range(start, start + width))
+            steps += [width] * width
+            start += num_rows * width
+        return torch.tensor(starts, device=device), torch.tensor(steps, device=device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,13 +30,25 @@ from subten.kernels.attend_tiles import (
     tile_args,
     tile_constants,
 )
-from subten.kernels.mixed_pages import MixedPages, Window, read_exact, read_planes
+from subten.kernels.mixed_pages import (
+    MixedPages,
+    Window,
+    by_bytes,
+    by_channels,
+    read_exact,
+    read_levels,
+    read_sinks,
+)
 from subten.kernels.page_mass import add_sequences, add_tiles, make_shares
 from subten.kernels.step import StepTensors
 from subten.kernels.triton_shim import triton
 
 MAX_ROWS = 32
 """Rows of a tile: products of so few run on mma.sync, whose operands stay in registers."""
+
+MAX_TABLE_BYTES = 2**17
+"""Shared memory that tiles of a table and its coefficients may take, of the 227 KiB of an H200:
+all else takes at most 107 KiB (Triton 3.6, head_dim 128, 128 rows)."""
 
 
 def attend_mixed(
@@ -132,26 +144,29 @@ def attend_mixed_torch(
             rows.append(q_THD.new_zeros(end - first, num_heads, head_dim))
             continue
         page_N = step.page_table_SP[s, : -(-kv_len // PAGE_SIZE)]
-        planes = tuple(x_GND[:, :kv_len] for x_GND in read_planes(pages, fmt, page_N))
-        *exact, is_sink_N = read_exact(pages, fmt, window, s, int(page_N[0]), kv_len)
+        planes = tuple(x_GN[:, :kv_len] for x_GN in read_levels(pages, fmt, page_N))
+        sink_GSE = read_sinks(pages, fmt, int(page_N[0]), kv_len)
         for start in range(first, end, _CHUNK):
             stop = min(start + _CHUNK, end)
             position_T = step.position_T[start:stop]
+            seen_GSE = sink_GSE[:, : int(position_T[-1]) + 1]
+            key_K, is_exact_TK = _exact_pairs(window, s, position_T, seen_GSE.shape[1])
             added_THN = None
             if coef_THC is not None and table_PC is not None:
                 added_THN = coef_THC[start:stop] * scale @ table_PC[:kv_len].T
-            is_exact_TN = _exact_pairs(window, s, position_T, kv_len) | is_sink_N
-            out_THD, mass_N = _dense(
+            out_THD, weight_GTMN = _dense(
                 q_THD[start:stop].float() * scale,
                 planes,
-                tuple(exact),
-                is_exact_TN,
+                read_exact(pages, window, s, key_K, seen_GSE),
+                key_K,
+                is_exact_TK,
                 position_T,
                 added_THN,
             )
             rows.append((out_THD @ rotation_DD.T).to(q_THD.dtype))
             if mass_SP is not None:
-                padded_N = F.pad(mass_N.detach(), (0, -len(mass_N) % PAGE_SIZE))
+                mass_N = weight_GTMN.detach().sum(dim=(0, 1, 2))
+                padded_N = F.pad(mass_N, (0, -len(mass_N) % PAGE_SIZE))
                 mass_P = padded_N.view(-1, PAGE_SIZE).sum(1)
                 mass_SP[s, : len(mass_P)] += mass_P
     rows.append(q_THD.new_zeros(num_tokens - query_start[-1], num_heads, head_dim))
@@ -162,51 +177,58 @@ _CHUNK = 128
 """Query tokens scored at once: bounds memory to chunk x H x kv_len."""
 
 
-def _exact_pairs(window: Window, s: int, position_T: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """[T, N]: which keys a query reads from recent rows."""
-    key_N = torch.arange(num_keys, device=position_T.device)
-    is_near_TN = position_T[:, None] - key_N < window.size
-    return is_near_TN & (key_N >= window.from_S[s])
+def _exact_pairs(
+    window: Window, s: int, position_T: torch.Tensor, num_sinks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys that any of these queries reads exactly, [K], sinks first; and who does, [T, K]."""
+    first, last = int(position_T[0]), int(position_T[-1])
+    start = max(first - window.size + 1, int(window.from_S[s]), num_sinks)
+    end = last + 1 if window.size else 0
+    keys = [*range(num_sinks), *range(start, end)]
+    key_K = torch.tensor(keys, dtype=torch.int64, device=position_T.device)
+    is_near_TK = position_T[:, None] - key_K < window.size
+    return key_K, is_near_TK | (key_K < num_sinks)
 
 
 def _dense(
     q_THD: torch.Tensor,
     planes: tuple[torch.Tensor, ...],
-    exact: tuple[torch.Tensor, ...],
-    is_exact_TN: torch.Tensor,
+    exact: tuple[torch.Tensor, torch.Tensor],
+    key_K: torch.Tensor,
+    is_exact_TK: torch.Tensor,
     position_T: torch.Tensor,
     added_THN: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of scaled queries; and the sum of weights of each key, [N].
+    """Causal attention of scaled queries; and all weights, [G, T, M, N].
 
-    `planes` and `exact` are K and V [G, N, D]; a pair of query and key reads one or the other.
+    `planes` are those of `read_levels`, `exact` K and V [G, K, D]; a pair of query and key reads
+    one or the other.
     """
-    num_tokens = len(q_THD)
-    k_GND, v_GND = planes
-    num_kv_heads, num_keys = len(k_GND), min(int(position_T[-1]) + 1, k_GND.shape[1])
-    is_seen_TN = torch.arange(num_keys, device=q_THD.device) <= position_T[:, None]
-    is_exact_TN = is_exact_TN[:, :num_keys] & is_seen_TN
-    # The rows from the first that any query reads exactly: before it they may be anything.
-    is_read_N = is_exact_TN.any(dim=0)
-    q_GMD = q_THD.unflatten(1, (num_kv_heads, -1)).transpose(0, 1).flatten(1, 2)
-    score_GMN = q_GMD @ k_GND[:, :num_keys].transpose(1, 2)
+    num_tokens, num_keys = len(q_THD), int(position_T[-1]) + 1
+    k_GND, k_norm_GN, v_GND, v_norm_GN = (x_GN[:, :num_keys] for x_GN in planes)
+    exact_k_GKD, exact_v_GKD = exact
+    q_GMD = q_THD.unflatten(1, (len(k_GND), -1)).transpose(0, 1).flatten(1, 2)
+    score_GMN = by_bytes(q_GMD) @ k_GND.mT * k_norm_GN[:, None]
     score_GTMN = score_GMN.unflatten(1, (num_tokens, -1))
-    (read_K,) = is_read_N.nonzero(as_tuple=True)
-    exact_k_GKD, exact_v_GKD = (x_GND[:, read_K] for x_GND in exact)
-    is_exact_TK = is_exact_TN[:, read_K]
-    exact_GTMK = (q_GMD @ exact_k_GKD.transpose(1, 2)).unflatten(1, (num_tokens, -1))
-    near_GTMK = torch.where(is_exact_TK[:, None], exact_GTMK, score_GTMN[..., read_K])
-    score_GTMN = score_GTMN.index_copy(3, read_K, near_GTMK)
+    exact_GTMK = (q_GMD @ exact_k_GKD.mT).unflatten(1, (num_tokens, -1))
+    is_exact_TMK = is_exact_TK[:, None]
+    near_GTMK = torch.where(is_exact_TMK, exact_GTMK, score_GTMN[..., key_K])
+    score_GTMN = score_GTMN.index_copy(3, key_K, near_GTMK)
     if added_THN is not None:
-        added_TGMN = added_THN[..., :num_keys].unflatten(1, (num_kv_heads, -1))
+        added_TGMN = added_THN[..., :num_keys].unflatten(1, (len(k_GND), -1))
         score_GTMN = score_GTMN + added_TGMN.transpose(0, 1)
-    weight_GTMN = score_GTMN.masked_fill(~is_seen_TN[:, None], -math.inf).softmax(-1)
-    plane_GTMN = weight_GTMN.masked_fill(is_exact_TN[:, None], 0.0)
-    near_GTMK = weight_GTMN[..., read_K].masked_fill(~is_exact_TK[:, None], 0.0)
-    out_GMD = plane_GTMN.flatten(1, 2) @ v_GND[:, :num_keys]
+    if num_tokens > 1:
+        is_seen_TN = torch.arange(num_keys, device=q_THD.device) <= position_T[:, None]
+        score_GTMN = score_GTMN.masked_fill(~is_seen_TN[:, None], -math.inf)
+    weight_GTMN = score_GTMN.softmax(-1)
+    near_GTMK = weight_GTMN[..., key_K]
+    far_GTMK = near_GTMK.masked_fill(is_exact_TMK, 0.0)
+    plane_GTMN = weight_GTMN.index_copy(3, key_K, far_GTMK)
+    out_GMD = by_channels((plane_GTMN.flatten(1, 2) * v_norm_GN[:, None]) @ v_GND)
+    near_GTMK = near_GTMK.masked_fill(~is_exact_TMK, 0.0)
     out_GMD = out_GMD + near_GTMK.flatten(1, 2) @ exact_v_GKD
     out_THD = out_GMD.unflatten(1, (num_tokens, -1)).transpose(0, 1).flatten(1, 2)
-    return out_THD, weight_GTMN.sum(dim=(0, 1, 2))
+    return out_THD, weight_GTMN
 
 
 def check_mixed(
@@ -266,6 +288,10 @@ def _launch(call: _Call, step: StepTensors, share_QBPM: torch.Tensor | None) -> 
     pools = (pages.k_PGB, *values, pages.recent_NGE, sink_XGB, k_out_PGB)
     width = 0 if call.table_PC is None else call.table_PC.shape[1]
     has_cold = len(pages.vcold_ZGB) > 0
+    block_c = max(16, triton.next_power_of_2(width))
+    # The loop holds the tiles of as many pages as it has stages.
+    table_bytes = 4 * block_c * (plan.block_rows + PAGE_SIZE) if width else 0
+    fits = plan.num_stages * table_bytes <= MAX_TABLE_BYTES
     num_blocks = pages.num_kv_heads * plan.head_blocks
     attend_mixed_kernel[(len(step.tile_seq_Q), num_blocks, plan.grid_splits)](
         *tile_args(step, plan),
@@ -295,7 +321,7 @@ def _launch(call: _Call, step: StepTensors, share_QBPM: torch.Tensor | None) -> 
         BLOCK_O=max(16, triton.next_power_of_2(pages.num_outliers)),
         HAS_COLD=has_cold,
         WIDTH=width,
-        BLOCK_C=max(16, triton.next_power_of_2(width)),
+        BLOCK_C=block_c,
         TABLE_PRECISION="ieee" if call.q_THD.dtype == torch.float32 else "tf32",
         GROUP=call.group,
         BLOCK_H=plan.block_heads,
@@ -305,5 +331,5 @@ def _launch(call: _Call, step: StepTensors, share_QBPM: torch.Tensor | None) -> 
         HAS_MASS=share_QBPM is not None,
         **tile_constants(call.q_THD, plan, call.rotation_DD),
         num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
+        num_stages=plan.num_stages if fits else 1,
     )

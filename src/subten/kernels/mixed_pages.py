@@ -11,9 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from subten.codecs.mixed import MixedFormat, decode_cold
-from subten.codecs.nested import decode_nested
-from subten.codecs.shaped import decode_shaped
+from subten.codecs import nested, shaped
+from subten.codecs.mixed import COLD_BIAS, MixedFormat
+from subten.codecs.nested import nested_levels
+from subten.codecs.norm_byte import decode_norm
+from subten.codecs.shaped import shaped_levels
+from subten.codecs.vq import decode_vectors
 from subten.core import PAGE_SIZE
 
 
@@ -130,77 +133,110 @@ class Window:
             assert index.device == device, (name, index.device, device)
 
 
-def read_planes(
+def read_levels(
     pages: MixedPages, fmt: MixedFormat, page_N: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode whole pages, given their ids: `(k_GND, v_GND)` float32, 64 rows a page."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Whole pages, given their ids, 64 rows each: `(k_GND, k_norm_GN, v_GND, v_norm_GN)` float32.
+
+    Rows are to be multiplied by their norms, and their channels are `by_bytes`.
+    """
     quarter, index_N = fmt.head_dim // 4, page_N.long()
     low_bytes, codes_bytes = PAGE_SIZE * quarter, fmt.k_bytes(pages.k_bits) - PAGE_SIZE
     k_GPB = pages.k_PGB[index_N].transpose(0, 1)
     low_GNQ = rows_of(k_GPB[..., :low_bytes])
     high_GNB = rows_of(k_GPB[..., low_bytes:codes_bytes])
-    norm_GN = k_GPB[..., codes_bytes:].flatten(1)
-    k_GND = decode_shaped(low_GNQ, high_GNB, norm_GN, bits=pages.k_bits)
+    k_GND = shaped_levels(low_GNQ, high_GNB, bits=pages.k_bits).flatten(-2)
+    norm_GN = decode_norm(k_GPB[..., codes_bytes:].flatten(1), shaped.BIAS)
     if pages.k_out_PGB is not None and pages.outlier_GO is not None and len(index_N):
         out_GPB = pages.k_out_PGB[index_N].transpose(0, 1).contiguous()
         out_GNO = out_GPB.view(torch.bfloat16).float().reshape(*k_GND.shape[:2], -1)
-        k_GND.scatter_(2, pages.outlier_GO.long()[:, None].expand(out_GNO.shape), out_GNO)
-    return k_GND, read_values(pages, fmt, pages.place_P3[index_N])
+        part_GO, column_GO = pages.outlier_GO.long() // quarter, pages.outlier_GO.long() % quarter
+        place_GNO = (4 * column_GO + part_GO)[:, None].expand(out_GNO.shape)
+        k_GND = (k_GND * norm_GN[..., None]).scatter_(2, place_GNO, out_GNO)
+        norm_GN = torch.ones_like(norm_GN)
+    return k_GND, norm_GN, *read_values(pages, fmt, pages.place_P3[index_N])
 
 
-def read_values(pages: MixedPages, fmt: MixedFormat, place_N3: torch.Tensor) -> torch.Tensor:
-    """Decode the values of whole pages, given where they lie: `v_GND` float32, 64 rows a page."""
-    base_N, fine_N, cold_N = place_N3.long().unbind(1)
-    assert bool(((base_N >= 0) | (cold_N >= 0)).all()), place_N3
-    v_GPND = torch.empty(
-        (pages.num_kv_heads, len(place_N3), PAGE_SIZE, fmt.head_dim), device=place_N3.device
-    )
-    is_fine_N, is_cold_N = (fine_N >= 0) & (cold_N < 0), cold_N >= 0
-    for is_kind_N, pool, kind_N in (
-        (~is_fine_N & ~is_cold_N, pages.vbase_XGB, base_N),
-        (is_fine_N, pages.vbase_XGB, base_N),
-        (is_cold_N, pages.vcold_ZGB, cold_N),
-    ):
-        (index_N,) = is_kind_N.nonzero(as_tuple=True)
-        if len(index_N) == 0:
+def read_values(
+    pages: MixedPages, fmt: MixedFormat, place_N3: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values of whole pages, given where they lie: `(v_GND, norm_GN)` as `read_levels` has them."""
+    places = place_N3.tolist()
+    is_cold = [cold >= 0 for _, _, cold in places]
+    is_fine = [fine >= 0 and cold < 0 for _, fine, cold in places]
+    is_base = [not (cold or fine) for cold, fine in zip(is_cold, is_fine, strict=True)]
+    assert all(base >= 0 or cold >= 0 for base, _, cold in places), places
+    shape = (pages.num_kv_heads, len(places), PAGE_SIZE)
+    found = None
+    for is_kind, read in ((is_base, _read_base), (is_fine, _read_fine), (is_cold, _read_cold)):
+        if not any(is_kind):
             continue
-        plane_GPB = pool[kind_N[index_N]].transpose(0, 1)
-        codes_GPNB = rows_of(plane_GPB[..., :-PAGE_SIZE], each_page=True)
-        norm_GPN = plane_GPB[..., -PAGE_SIZE:]
-        if kind_N is cold_N:
-            v_GPND[:, index_N] = decode_cold(codes_GPNB, norm_GPN)
-            continue
-        fine_GPNB = None
-        if is_kind_N is is_fine_N:
-            fine_GPB = pages.vfine_YGB[fine_N[index_N]].transpose(0, 1)
-            fine_GPNB = rows_of(fine_GPB, each_page=True)
-        v_GPND[:, index_N] = decode_nested(codes_GPNB, fine_GPNB, norm_GPN)
-    return v_GPND.flatten(1, 2)
+        if all(is_kind):
+            found = read(pages, place_N3.long())
+            break
+        if found is None:
+            norm_GPN = torch.empty(shape, device=place_N3.device)
+            found = norm_GPN.new_empty(*shape, fmt.head_dim), norm_GPN
+        is_kind_N = torch.tensor(is_kind, device=place_N3.device)
+        for whole, part in zip(found, read(pages, place_N3[is_kind_N].long()), strict=True):
+            whole[:, is_kind_N] = part
+    assert found is not None, "no pages"
+    v_GPND, norm_GPN = found
+    return v_GPND.flatten(1, 2), norm_GPN.flatten(1, 2)
+
+
+def _read_base(
+    pages: MixedPages, place_N3: torch.Tensor, fine_GPNB: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    plane_GPB = pages.vbase_XGB[place_N3[:, 0]].transpose(0, 1)
+    codes_GPNB = rows_of(plane_GPB[..., :-PAGE_SIZE], each_page=True)
+    level_GPND = nested_levels(codes_GPNB, fine_GPNB).flatten(-2)
+    return level_GPND, decode_norm(plane_GPB[..., -PAGE_SIZE:], nested.BIAS)
+
+
+def _read_fine(pages: MixedPages, place_N3: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    fine_GPB = pages.vfine_YGB[place_N3[:, 1]].transpose(0, 1)
+    return _read_base(pages, place_N3, rows_of(fine_GPB, each_page=True))
+
+
+def _read_cold(pages: MixedPages, place_N3: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    plane_GPB = pages.vcold_ZGB[place_N3[:, 2]].transpose(0, 1)
+    codes_GPNB = rows_of(plane_GPB[..., :-PAGE_SIZE], each_page=True)
+    norm_GPN = decode_norm(plane_GPB[..., -PAGE_SIZE:], COLD_BIAS)
+    return by_bytes(decode_vectors(codes_GPNB)), norm_GPN
+
+
+def by_bytes(x_ND: torch.Tensor) -> torch.Tensor:
+    """Channels in the order in which bytes of codes hold them: p D/4 + j comes to 4 j + p."""
+    parts_N4J: torch.Tensor = x_ND.unflatten(-1, (4, -1))
+    return parts_N4J.mT.flatten(-2)
+
+
+def by_channels(x_ND: torch.Tensor) -> torch.Tensor:
+    """Inverse of `by_bytes`."""
+    parts_NJ4: torch.Tensor = x_ND.unflatten(-1, (-1, 4))
+    return parts_NJ4.mT.flatten(-2)
 
 
 def read_exact(
-    pages: MixedPages, fmt: MixedFormat, window: Window, s: int, page: int, num_keys: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Exact rows of the first `num_keys` keys of sequence s, whose first page is `page`.
+    pages: MixedPages, window: Window, s: int, key_K: torch.Tensor, sink_GSE: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact rows of keys of sequence s, its sinks first: `(k_GKD, v_GKD)` float32."""
+    num_sinks = sink_GSE.shape[1]
+    row_K = window.base_S[s] + key_K[num_sinks:] % window.cap_S[s]
+    rows_GKE = torch.cat([sink_GSE, pages.recent_NGE[row_K].transpose(0, 1)], dim=1)
+    k_GKD, v_GKD = rows_GKE.float().chunk(2, dim=-1)
+    return k_GKD, v_GKD
 
-    Returns `(k_GND, v_GND, is_sink_N)` float32; what no query may read is whatever was there.
-    """
-    base, cap = int(window.base_S[s]), int(window.cap_S[s])
-    key_N = torch.arange(num_keys, device=pages.recent_NGE.device)
-    if window.size > 0:
-        rows_GNE = pages.recent_NGE[base + key_N % cap].transpose(0, 1).float()
-    else:
-        shape = (pages.num_kv_heads, num_keys, 2 * fmt.head_dim)
-        rows_GNE = torch.zeros(shape, device=key_N.device)
-    is_sink_N = torch.zeros_like(key_N, dtype=torch.bool)
-    if pages.sink_XGB is not None and pages.sink_P is not None and int(pages.sink_P[page]) >= 0:
-        plane_GB = pages.sink_XGB[int(pages.sink_P[page])].contiguous()
-        rows_G2SD = plane_GB.view(torch.bfloat16).unflatten(1, (2, -1, fmt.head_dim))
-        sink_GSE = rows_G2SD.float().transpose(1, 2).flatten(2)[:, :num_keys]
-        rows_GNE[:, : sink_GSE.shape[1]] = sink_GSE
-        is_sink_N[: sink_GSE.shape[1]] = True
-    k_GND, v_GND = rows_GNE.chunk(2, dim=-1)
-    return k_GND, v_GND, is_sink_N
+
+def read_sinks(pages: MixedPages, fmt: MixedFormat, page: int, num_keys: int) -> torch.Tensor:
+    """BF16 [G, S, E]: sink rows of a sequence of `num_keys`, whose first page is `page`."""
+    sink = -1 if pages.sink_P is None else int(pages.sink_P[page])
+    if sink < 0 or pages.sink_XGB is None:
+        return pages.recent_NGE.new_empty(pages.num_kv_heads, 0, 2 * fmt.head_dim)
+    plane_GB = pages.sink_XGB[sink].contiguous()
+    rows_G2SD: torch.Tensor = plane_GB.view(torch.bfloat16).unflatten(1, (2, -1, fmt.head_dim))
+    return rows_G2SD.transpose(1, 2).flatten(2)[:, :num_keys]
 
 
 def rows_of(plane_GPB: torch.Tensor, *, each_page: bool = False) -> torch.Tensor:

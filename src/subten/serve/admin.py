@@ -39,9 +39,9 @@ def ready(context: Context) -> Response:
     return json_response({"status": "ready"})
 
 
-def metrics(context: Context) -> Response:
+async def metrics(context: Context) -> Response:
     """GET /metrics."""
-    return Response(context.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    return Response(await context.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
 async def tokenize(context: Context, request: Request) -> Response:

@@ -72,7 +72,7 @@ def make_app(context: Context) -> Guard:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        return admin.metrics(context)
+        return await admin.metrics(context)
 
     @router.post("/v1/completions", openapi_extra=_takes(CompletionBody))
     async def completions(request: Request) -> Response:

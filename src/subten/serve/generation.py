@@ -201,6 +201,8 @@ class Generation:
                         self._add(piece, choice, event)
                 for piece in merged.values():
                     yield piece
+            # What an end still takes comes after the tokens that others got from the same step.
+            await asyncio.sleep(0)
         finally:
             self.close()
 

@@ -183,7 +183,12 @@ inline i64 load_from_l2(const i64* at) { return *at; }
 
 template <int N>
 void publish(float* to, const float (&v)[N]) {
-    for (int i = 0; i < N; ++i) to[i] = v[i];
+    for (int i = 0; i < N; ++i) publish(to + i, v[i]);
+}
+
+inline void poll_again() {
+    emulation::is_put_off = true;
+    emulation::yield();
 }
 
 template <int N>

@@ -24,10 +24,10 @@ Launch unpack(void (*kernel)(Args...)) {
     return unpack(kernel, std::index_sequence_for<Args...>{});
 }
 
-#define ONE(CODEC, DIM, TILES)                            \
-    {"attend_kernel<" #CODEC ", " #DIM ", " #TILES ">",   \
-     unpack(attend_kernel<CODEC, DIM, TILES>)}
-#define ALL(CODEC) ONE(CODEC, 64, 1), ONE(CODEC, 64, 2), ONE(CODEC, 128, 1), ONE(CODEC, 128, 2)
+#define ONE(CODEC, DIM, TILES, POLLS)                                \
+    {"attend_kernel<" #CODEC ", " #DIM ", " #TILES ", " #POLLS ">", \
+     unpack(attend_kernel<CODEC, DIM, TILES, POLLS>)}
+#define ALL(CODEC) ONE(CODEC, 64, 1, false), ONE(CODEC, 128, 1, false)
 
 #define APPEND(CODEC, ENCODER, DIM, POLLS)                                \
     {"append_attend_kernel<" #CODEC ", " #ENCODER ", " #DIM ", " #POLLS ">", \
@@ -40,8 +40,10 @@ const std::map<std::string, Launch> kernels = {
     ALL(KvFp8),
     ALL(KvInt8),
     ALL(KvInt4),
-    ONE(KvInt2, 64, 1),
-    ONE(KvInt2, 128, 1),
+    ALL(KvInt2),
+    ONE(KvInt4, 64, 1, true),
+    ONE(KvInt4, 128, 1, true),
+    ONE(KvBf16, 128, 1, true),
     APPENDS(KvBf16, Bf16Encoder),
     APPENDS(KvFp8, Fp8Encoder),
     APPENDS(KvInt8, IntEncoder<8>),

@@ -1,7 +1,8 @@
 // The names of src/subten/kernels/cuda/device.cuh on a CPU, so that kernels run without a GPU.
 //
 // A thread of a block is a fiber. It runs until it needs the others (a barrier, a shuffle, `mma`),
-// then the next one runs; blocks run one after another. `mma` follows the layout in the PTX ISA
+// then the next one runs; blocks run one after another, and one that waits for another of its launch
+// is run again when that has ended, without publishing a second time. `mma` follows the layout in the PTX ISA
 // (mma.m16n8k16, .bf16) by its own formulas. Shared memory begins as NaN.
 #ifndef SUBTEN_DEVICE_CUH
 #define SUBTEN_DEVICE_CUH
@@ -69,6 +70,9 @@ inline std::function<void()> at_wait;
 // What happens when a block has ended, if anything.
 inline std::function<void()> at_block_end;
 
+// The block waits for others, and whether it has before.
+inline bool is_put_off, is_again;
+
 inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
 
 inline void meet(Barrier& barrier, int num_expected) {
@@ -94,8 +98,10 @@ inline void run_fiber() {
     }
 }
 
-inline void run_block(int num_threads, std::function<void()> kernel) {
+// Whether it came to its end.
+inline bool run_block(int num_threads, std::function<void()> kernel) {
     body = kernel;
+    is_put_off = false;
     if ((int)fibers.size() < num_threads) fibers.resize(num_threads);
     slots.assign(num_threads, {});
     warp_barriers.assign(num_threads / WARP, {});
@@ -117,11 +123,14 @@ inline void run_block(int num_threads, std::function<void()> kernel) {
             if (fibers[current].is_done) continue;
             threadIdx.x = current;
             swapcontext(&scheduler, &fibers[current].context);
+            if (is_put_off) break;
         }
+        if (is_put_off) break;
     }
     for (bool waited : has_waited)
         if (!waited) std::abort();
     if (at_block_end) at_block_end();
+    return !is_put_off;
 }
 
 inline void run_grid(dim3 grid, int num_threads, int shared_bytes, std::function<void()> kernel) {
@@ -129,13 +138,22 @@ inline void run_grid(dim3 grid, int num_threads, int shared_bytes, std::function
     dynamic_shared = reinterpret_cast<u8*>(shared.data());
     gridDim = grid;
     blockDim = {num_threads, 1, 1};
+    std::vector<dim3> blocks, put_off;
     for (int z = 0; z < grid.z; ++z)
         for (int y = 0; y < grid.y; ++y)
-            for (int x = 0; x < grid.x; ++x) {
-                std::memset(dynamic_shared, 0xff, shared.size() * sizeof(float4));
-                blockIdx = {x, y, z};
-                run_block(num_threads, kernel);
-            }
+            for (int x = 0; x < grid.x; ++x) blocks.push_back({x, y, z});
+    is_again = false;
+    while (!blocks.empty()) {
+        put_off.clear();
+        for (const dim3& block : blocks) {
+            std::memset(dynamic_shared, 0xff, shared.size() * sizeof(float4));
+            blockIdx = block;
+            if (!run_block(num_threads, kernel)) put_off.push_back(block);
+        }
+        if (put_off.size() == blocks.size()) std::abort();  // blocks wait for one another
+        blocks = put_off;
+        is_again = true;
+    }
 }
 
 template <class T>
@@ -165,7 +183,9 @@ inline float load_constant_float(const float* at) { return *at; }
 inline float load_from_l2(const float* at) { return *at; }
 inline int load_from_l2(const int* at) { return *at; }
 inline uint4 load_from_l2(const uint4* at) { return *at; }
-inline void publish(float* to, float v) { *to = v; }
+inline void publish(float* to, float v) {
+    if (!emulation::is_again) *to = v;
+}
 inline float poll(const float* at) { return *at; }
 
 inline float bits_float(u32 v) { return emulation::as<float>(&v); }

@@ -83,7 +83,7 @@ def append_attend(
         if weight_D is not None:
             assert weight_D.shape == (fmt.head_dim,), (weight_D.shape, fmt.head_dim)
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    launch = decode_launch(q_THD, num_kv_heads, fmt, step, scale=scale, plan=plan, may_poll=True)
+    launch = decode_launch(q_THD, num_kv_heads, fmt, step, scale=scale, plan=plan)
     is_bf16 = any(
         weight_D is not None and weight_D.dtype == torch.bfloat16
         for weight_D in (q_norm_weight_D, k_norm_weight_D)

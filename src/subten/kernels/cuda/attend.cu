@@ -9,15 +9,16 @@
 // Work: block (kv head, tile, z) of threads takes split z of one sequence's slices; its warps take
 // slices in turn, each with a ring of its own in shared memory, so that warps never wait for one
 // another before the end, when a warp a head adds up the block's sums. Where a sequence has several
-// splits, the last warp of a head to arrive merges them.
+// splits, attend_merge.cuh says how they are merged.
 //
 // Time: a step is a chain of short launches, so what needs nothing of the kernel ahead is done
 // while that one runs: page table, and copies of all slices but the one with the newest row, which
-// goes to L2 as it is. Blocks without a slice leave at once.
+// goes to L2 as it is. Where two blocks fit an SM, all of that goes on beside the launch ahead, if
+// that is attention too. Blocks without a slice leave at once.
 //
 //   page (64 tokens x 1 KV head):  | K codes | K scale | K zero | V codes | V scale | V zero |
 //   slice = N of its tokens:       N * D * bits / 8 = 4 KB of K codes, then the same of V
-//   int4: N = 64 (the page), int2 also, 2 KB of codes; 8-bit 32, bf16 16 at D = 128
+//   int4: N = 64 (the page); 8-bit 32, bf16 16 at D = 128; int2: 64, K and V together
 //   a warp's ring:                 | K of slice 0 | V of slice 0 | K of slice 1 | ...
 //
 // Products on the tensor cores, the transposed way round, for a group has few heads:
@@ -34,10 +35,10 @@
 //
 // Bytes: kv_len * C of pages a (sequence, KV head), once; with Z splits 4 * Z * group * (D + 2)
 // written and read again, all in L2. The loop at D = 128 and up to 8 heads, both ways of every
-// branch counted (nvdisasm, nvcc 13.0): int2 2.3 instructions an element, int4 2.4, 8-bit 4.7, bf16
-// 4.5, of the 1.7, 3.3, 6 and 12 that 132 SMs at 1.75 GHz issue while the bytes of one arrive. Of
-// int4's and int2's, 1.1 are integer ones, which issue every other cycle: two warps a scheduler do
-// not fill it, and of int2 they alone take longer than its bytes.
+// branch counted (nvdisasm, nvcc 13.0): int2 and int4 2.0 instructions an element, 8-bit 4.3, bf16
+// 4.6, of the 1.7, 3.3, 6 and 12 that 132 SMs at 1.75 GHz issue while the bytes of one arrive. Of
+// int4's and int2's, 1.0 are integer ones, which issue every other cycle: of int2 they alone take
+// longer than its bytes.
 //
 // Keys at or past the sequence's end, and garbage there: their scores become -infinity, and their V
 // scale and zero, or bf16 values, 0 in shared memory, each replaced, not multiplied.
@@ -73,17 +74,18 @@ struct GivenQueries {
     INLINE void turn_query(float (&)[2][N]) const {}
 };
 
-template <class Codec, int DIM, int TILES_H>
+template <class Codec, int DIM, int TILES_H, bool POLLS>
 __global__ void __launch_bounds__(TILES_H == 1 ? 512 : 256, 1)
     attend_kernel(const u16* q, i64 q_stride_t, i64 q_stride_h, i64 q_stride_d, const u8* pages,
                   i64 page_stride, i64 head_stride, const int* page_table, i64 page_table_stride,
                   const i64* position, const int* kv_len, const int* tile_seq,
                   const int* tile_start, u16* out, float* part, float* part_stats, int* arrived,
-                  float scale_log2, int group, int num_splits, int min_slices, int num_stages) {
+                  float scale_log2, int num_kv_heads, int group, int num_splits,
+                  int min_slices, int num_stages) {
     const AttendCall call{pages,    page_stride, head_stride, page_table, page_table_stride,
                           position, kv_len,      tile_seq,    tile_start, out,
-                          part,     part_stats,  arrived,     scale_log2, group,
-                          num_splits, min_slices, num_stages};
+                          part,     part_stats,  arrived,     scale_log2, num_kv_heads,
+                          group,    num_splits,  min_slices,  num_stages};
     GivenQueries<DIM> rows{q, q_stride_t, q_stride_h, q_stride_d};
-    attend_block<Codec, DIM, TILES_H, false>(call, rows);
+    attend_block<Codec, DIM, TILES_H, POLLS>(call, rows);
 }

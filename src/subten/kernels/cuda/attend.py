@@ -31,11 +31,6 @@ STRUCTS: Mapping[str, str] = {
 }
 """Codec to its struct in `attend_codecs.cuh`; other codecs go to Triton."""
 
-WITHHELD = frozenset({"int2"})
-"""Codecs that go to Triton all the same. With 8 query heads a KV head and thousands of keys, int2
-gave NaN on an H200 where the emulator is right. The sums then overlay a stage's barrier, which has
-been ended first since; no GPU has run that yet."""
-
 HEAD_DIMS = (64, 128)
 
 MAX_GROUP = 8
@@ -55,7 +50,7 @@ MAX_POLLED = 2**20
 """Numbers that splits which poll may leave for their merge; where there are more, they count."""
 
 UNSET_BITS = -1
-"""Of a number that is not there yet: `UNSET` of attend_block.cuh."""
+"""Of a number that is not there yet: `UNSET` of attend_merge.cuh."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,10 +67,14 @@ class DecodePlan:
 
     A sequence of n slices is cut into ceil(n / max(min_slices, ceil(n / num_splits))) splits, each
     a block of `num_warps` warps per KV head; a warp has `num_stages` stages, each K or V of one
-    slice, 4 KiB or a little more. All but `num_stages` and `polls` decide the order of sums.
+    slice, of int2 both, 4 KiB or a little more. The first three decide the order of sums.
 
-    With `polls` the last split of `append_attend` merges, and waits for the numbers of the others,
-    instead of whichever arrives last at a counter; only where all blocks are on an SM at once.
+    With `polls` the splits merge a head each, and wait for the numbers of the others, instead of
+    whichever arrives last at a counter; only where all blocks are on an SM at once.
+
+    With `fills` a single sequence's launch has a block for each SM, some of which have no work and
+    end with the launch ahead. Where two blocks fit an SM, those of the next launch then find the
+    same room on all of them; else the SMs without a block get two, and it takes twice as long.
     """
 
     num_splits: int
@@ -83,6 +82,7 @@ class DecodePlan:
     num_warps: int = 8
     num_stages: int = 4
     polls: bool = False
+    fills: bool = False
 
     def check(self, group: int, slice_bytes: SliceBytes) -> None:
         """Assert what the kernel relies on."""
@@ -95,17 +95,20 @@ class DecodePlan:
     def shared_bytes(self, slice_bytes: SliceBytes) -> int:
         """Dynamic shared memory of a block: the rings of its warps."""
         num_bytes = self.num_warps * self.num_stages * slice_bytes.stage_bytes
+        # Where splits poll, 16 rows of sums lie there at the end.
+        num_bytes = max(num_bytes, 8 * 1024)
         # Above 48 KiB, declared memory included, a kernel must be allowed to: the launch asks for
         # that where the dynamic part alone is above.
         return num_bytes if num_bytes <= 31 * 1024 else max(num_bytes, 48 * 1024 + 16)
 
 
-FULL_BLOCKS: Mapping[str, tuple[int, int, int]] = {
-    "bf16": (8, 12, 3),
-    "int4": (4, 12, 2),
-    "int2": (16, 16, 3),
+FULL_BLOCKS: Mapping[str, tuple[int, int, int, bool]] = {
+    "bf16": (8, 12, 3, False),
+    "int4": (4, 8, 2, True),
+    "int2": (4, 8, 2, True),
 }
-"""Codec to (min_slices, warps, stages) of blocks that have an SM each; others take (4, 12, 3)."""
+"""Codec to (min_slices, warps, stages, fills) of blocks that have an SM each; others take
+(4, 8, 3, True)."""
 
 
 def plan_decode(
@@ -116,16 +119,14 @@ def plan_decode(
     Three tiers: splits that give every SM one block at batch 1; four splits; none. Within a tier
     the split of a sequence depends on its own length alone, so its result does too.
 
-    Past the first tier three stages of 8 warps let two blocks share an SM. Plans of the first tier
-    are among the fastest within a chain of a layer's kernels at 1k and 32k tokens of both shapes
-    (benchmarks/plans/h200-attend-chain.json). int4 has so much to compute for a byte that 8 warps,
-    two a scheduler, do not keep up with DRAM; int2, not yet timed so, computes as much for half the
-    bytes, and has all the warps that fit. Splits that poll save 1 to 2 us at 1k, and cost up to
-    1 us at 32k; with int4 they save 0.3.
+    Past the first tier three stages of 8 warps let two blocks share an SM. So do plans of the first
+    tier that fill: the blocks of one launch fetch while those of the launch ahead still work, and
+    are the fastest, or within 1 us of it, at 1k, 32k and 128k tokens of both shapes
+    (benchmarks/plans/h200-attend-fills.json), but for bf16, whose bytes alone count at 128k, and
+    int2 at 128k of mixtral-8x7b. Polling saves 0.5 to 2.2 us wherever there is something to merge.
 
     A single split, which merges nothing, is not the fastest even at 1k: a merge of four costs what
-    their parallel work saves. Alone, qwen3-30b-a3b int4 took 7.43 us a layer against 7.31, fp8 9.48
-    against 7.21 (benchmarks/plans/h200-attend-plans.json).
+    their parallel work saves.
     """
     pairs = num_sequences * num_kv_heads
     if pairs > num_sms // 2:
@@ -133,26 +134,30 @@ def plan_decode(
         return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=8, num_stages=3)
     # Even: lengths that are powers of two then divide as evenly as they can.
     num_splits = max(1, min(MAX_SPLITS, num_sms // num_kv_heads // 2 * 2))
-    min_slices, num_warps, num_stages = FULL_BLOCKS.get(fmt.codec.name, (4, 12, 3))
+    min_slices, num_warps, num_stages, fills = FULL_BLOCKS.get(fmt.codec.name, (4, 8, 3, True))
     return DecodePlan(
         num_splits=num_splits,
         min_slices=min_slices,
         num_warps=num_warps,
         num_stages=num_stages,
-        polls=fmt.codec.name not in ("int4", "int2"),
+        polls=True,
+        fills=fills,
     )
 
 
-def kernel_name(fmt: KVFormat, head_dim: int, group: int) -> str:
-    """The kernel of attend.cu for a codec, D, and query heads of a KV head."""
-    return f"attend_kernel<{STRUCTS[fmt.codec.name]}, {head_dim}, {1 if group <= 8 else 2}>"
+def kernel_name(fmt: KVFormat, head_dim: int, group: int, *, polls: bool) -> str:
+    """The kernel of attend.cu for a codec, D, query heads of a KV head, and how splits merge."""
+    arguments = (STRUCTS[fmt.codec.name], head_dim, 1 if group <= 8 else 2, str(polls).lower())
+    return f"attend_kernel<{', '.join(map(str, arguments))}>"
 
 
 def slice_bytes(fmt: KVFormat) -> SliceBytes:
-    """Keys of a slice and bytes of a stage: codes, padding between quarters, metadata, barrier."""
+    """Keys of a slice and bytes of a stage: codes, padding between quarters, metadata, barrier; of
+    int2 those of K and V."""
     keys = min(PAGE_SIZE, 4096 // fmt.row.codes)
     padding = 0 if fmt.row.codes < fmt.head_dim else 4 * 32
-    barrier_at = -(-(keys * fmt.row.total + padding) // 8) * 8
+    num_parts = 2 if fmt.codec.name == "int2" else 1
+    barrier_at = -(-(num_parts * keys * fmt.row.total + padding) // 8) * 8
     return SliceBytes(keys=keys, stage_bytes=-(-(barrier_at + 8) // 16) * 16)
 
 
@@ -193,7 +198,7 @@ def attend(
     launch = decode_launch(q_THD, num_kv_heads, fmt, step, scale=scale, plan=plan)
     runtime.launch(
         "attend.cu",
-        kernel_name(fmt, fmt.head_dim, launch.group),
+        kernel_name(fmt, fmt.head_dim, launch.group, polls=launch.polls),
         launch.grid,
         launch.num_threads,
         (
@@ -238,7 +243,6 @@ def decode_launch(
     *,
     scale: float,
     plan: DecodePlan | None,
-    may_poll: bool = False,
 ) -> DecodeLaunch:
     """Choose a plan if none is given, and allocate what the splits leave for their merge."""
     device, num_heads, num_tiles = q_THD.device, q_THD.shape[1], len(step.tile_seq_Q)
@@ -248,14 +252,14 @@ def decode_launch(
             fmt, num_sms=_num_sms(device), num_sequences=num_tiles, num_kv_heads=num_kv_heads
         )
     plan.check(group, layout)
+    assert scale > 0, scale
     max_slices = -(-step.max_kv_len // layout.keys)
     grid_splits = max(1, min(plan.num_splits, -(-max_slices // plan.min_slices)))
     part, part_stats = None, None
     num_parts = num_tiles * num_heads * plan.num_splits
     num_blocks = num_kv_heads * num_tiles * grid_splits
     polls = (
-        may_poll
-        and plan.polls
+        plan.polls
         and grid_splits > 1
         and num_parts * (fmt.head_dim + 2) <= MAX_POLLED
         and (device.type != "cuda" or num_blocks <= _num_sms(device))
@@ -266,8 +270,11 @@ def decode_launch(
     elif grid_splits > 1:
         part = torch.empty(num_parts, fmt.head_dim, dtype=torch.float32, device=device)
         part_stats = torch.empty(num_parts, 2, dtype=torch.float32, device=device)
+    grid = (num_kv_heads, num_tiles, grid_splits)
+    if plan.fills and num_tiles == 1 and num_blocks < _num_sms(device):
+        grid = (_num_sms(device), 1, 1)
     return DecodeLaunch(
-        grid=(num_kv_heads, num_tiles, grid_splits),
+        grid=grid,
         num_threads=32 * plan.num_warps,
         shared_bytes=plan.shared_bytes(layout),
         group=group,
@@ -277,6 +284,7 @@ def decode_launch(
             part_stats,
             _counters(device),
             scale * math.log2(math.e),
+            num_kv_heads,
             group,
             plan.num_splits,
             plan.min_slices,
@@ -293,7 +301,6 @@ def suits(q_THD: torch.Tensor, pages_PGB: torch.Tensor, fmt: KVFormat, step: Ste
         step.max_query_len == 1
         and q_THD.dtype == torch.bfloat16
         and fmt.codec.name in STRUCTS
-        and fmt.codec.name not in WITHHELD
         and head_dim in HEAD_DIMS
         and num_heads <= MAX_GROUP * num_kv_heads
         and len(step.tile_seq_Q) * num_heads <= MAX_ROWS

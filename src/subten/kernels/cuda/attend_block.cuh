@@ -56,7 +56,7 @@ struct AttendCall {
     float *part, *part_stats;
     int* arrived;
     float scale_log2;
-    int group, num_splits, min_slices, num_stages;
+    int num_kv_heads, group, num_splits, min_slices, num_stages;
 };
 
 // The work of one block. `Rows` gives the token's rows, which the kernel ahead writes: queries
@@ -75,7 +75,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     static_assert(HEADS * Sums::SUMS_ROW * 4 <= 2 * P::STAGE, "two stages hold a warp's sums");
     DYNAMIC_SHARED(dynamic_shared);
     __shared__ uint4 q_shared[HEADS * DIM / 8];  // rotated, where `q_place` says
-    __shared__ float q_sum[HEADS];  // the step instead where KEYS_ARE_BYTES
+    __shared__ QueryFacts<HEADS> q_facts;
     __shared__ float stats[MAX_WARPS][HEADS][3];  // max, sum, zero of each warp
     // Codes, scale and zero of the key and the value that the block appends.
     __shared__ uint4 appended[Rows::APPENDS ? 2 : 1][P::ROW / 16 + 1];
@@ -83,6 +83,18 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, num_warps = blockDim.x / WARP;
     const int group = call.group, num_stages = call.num_stages;
     u8* ring = dynamic_shared + warp * num_stages * P::STAGE;
+    // The integers of the step, and all rows of pages but the newest of each sequence, are older
+    // than the step's first kernel: they need no wait. Blocks of split 0 wait, whatever they do; so
+    // do all of a grid with a block for every SM, which is a row for one sequence.
+    const bool has_idle = (int)gridDim.x != call.num_kv_heads;
+    int kv_head = blockIdx.x, tile = blockIdx.y, split = blockIdx.z;
+    if (has_idle) {
+        tile = 0;
+        split = kv_head / call.num_kv_heads;
+        kv_head -= split * call.num_kv_heads;
+    }
+    const int seq = load_from_l2(call.tile_seq + tile);
+    const int token = load_from_l2(call.tile_start + tile);
     if (lane == 0) {
 #pragma unroll 1
         for (int i = 0; i < num_stages; ++i) init_barrier(P::barrier_of(ring + i * P::STAGE));
@@ -90,11 +102,6 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     }
     sync_warp();
 
-    // The integers of the step, and all rows of pages but the newest of each sequence, are older
-    // than the step's first kernel: they need no wait. Blocks of split 0 wait, whatever they do.
-    const int kv_head = blockIdx.x, tile = blockIdx.y, split = blockIdx.z;
-    const int seq = load_from_l2(call.tile_seq + tile);
-    const int token = load_from_l2(call.tile_start + tile);
     int num_keys = 0, num_seen = 0;
     if (seq >= 0) {
         // The low word of an int64 that fits it.
@@ -106,11 +113,11 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     int slices_each = (num_slices + call.num_splits - 1) / call.num_splits;
     slices_each = slices_each < call.min_slices ? call.min_slices : slices_each;
     const int first = split * slices_each, rest = num_slices - first;
-    if (split > 0 && rest <= 0) {
+    if (split > 0 && rest <= 0 && !has_idle) {
         leave_without_waiting();
         return;
     }
-    if (seq < 0) {
+    if (seq < 0 || (split > 0 && rest <= 0)) {
         wait_for_previous_kernels();
         return;
     }
@@ -120,7 +127,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     // num_warps, ... Lane l holds the page of the l-th of the 32 slices that it is at.
     const u8* head_pages = call.pages + kv_head * call.head_stride;
     const int* table = call.page_table + seq * call.page_table_stride;
-    constexpr int SLICES = PAGE_KEYS / KEYS;
+    constexpr int SLICES = PAGE_KEYS / KEYS, PARTS = P::HAS_BOTH ? 1 : 2;
     auto load_pages = [&](int slice) {
         slice += lane * num_warps;
         return slice < end ? load_from_l2(table + slice / SLICES) : 0;
@@ -128,15 +135,15 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     int put_slice = first + warp, put_part = 0, page_ids = load_pages(put_slice);
     auto put = [&](u8* stage) {
         if (put_slice < end) {
-            const i64 page = shuffle_from(page_ids, put_part / 2);
-            const int is_value = put_part % 2;
+            const i64 page = shuffle_from(page_ids, put_part / PARTS);
+            const int is_value = put_part % PARTS;
             if (lane == 0)
                 P::fetch(stage, head_pages + page * call.page_stride + is_value * P::PAGE_BYTES,
                          put_slice % SLICES * KEYS, is_value);
             ++put_part;
-            if (is_value) {
+            if (put_part % PARTS == 0) {
                 put_slice += num_warps;
-                if (put_part == 2 * WARP) {
+                if (put_part == PARTS * WARP) {
                     put_part = 0;
                     page_ids = load_pages(put_slice);
                 }
@@ -170,7 +177,8 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     }
     u16* q_places = reinterpret_cast<u16*>(q_shared);
     auto place_query = [&](const float (&x)[2][N], int head) {
-        float sum = 0, most = 0, to_step = 0;
+        float sum = 0, most = 0, step = 1, to_step = 0;
+        int whole_sum = 0, first_sum = 0;
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -179,13 +187,16 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
                 sum += rounded;
                 most = larger(most, larger(rounded, -rounded));
             }
-        sum = sum_over_lanes<WARP>(sum);
-        if (Codec::KEYS_ARE_BYTES) {
-            most = max_over_lanes<1>(most);
+        if constexpr (Codec::KEYS_ARE_BYTES) {
+            // Numbers that are not negative are in the order of their bits.
+            most = bits_float(warp_max(float_bits(most)));
             // Rows that are not finite, or below all that matters to a score, have no steps.
             if (most > 0x1p-100f && most < 0x1p120f) to_step = MOST_STEPS / most;
-            // NaN stays NaN.
-            sum = most * (1.0f / MOST_STEPS) + sum * 0.0f;
+            // NaN stays NaN; so does infinity, less itself.
+            step = to_step > 0 ? most * (1.0f / MOST_STEPS) : 1.0f;
+            if (lanes_where(sum - sum != 0.0f)) step = bits_float(OTHER_NAN);
+        } else if (Codec::HAS_ZERO) {
+            sum = sum_over_lanes<WARP>(sum);
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half)
@@ -194,18 +205,27 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
                 const int channel = half * (DIM / 2) + lane * N + j;
                 const float rounded = low_bf16(pack_bf16(x[half][j], 0.0f));
                 const int place = Sums::q_place(head, channel);
-                if (Codec::KEYS_ARE_BYTES) {
+                if constexpr (Codec::KEYS_ARE_BYTES) {
                     // Adding 1.5 * 2^23 rounds to an integer.
                     const int bits = float_bits(rounded * to_step + 12582912.0f) - 0x4b400000;
                     u8* bytes = reinterpret_cast<u8*>(q_shared) + place;
                     bytes[0] = (u8)((bits + 128) >> 8);
                     bytes[Sums::Q_LOWER] = (u8)bits;
+                    whole_sum += bits;
+                    if (half == 0) first_sum -= Codec::LOW_MIDDLE * bits;
                 } else {
-                    const float factor = Codec::key_factor(channel, DIM);
-                    q_places[place] = (u16)pack_bf16(rounded * factor, 0.0f);
+                    q_places[place] = (u16)pack_bf16(rounded * Codec::QUERY_FACTOR, 0.0f);
                 }
             }
-        if (lane == 0) q_sum[head] = sum;
+        if constexpr (Codec::KEYS_ARE_BYTES) {
+            if (Codec::LOW_MIDDLE != 0) first_sum = warp_sum(first_sum);
+            if (Codec::HAS_ZERO) sum = (float)(warp_sum(whole_sum) * (1 << Codec::KEY_SHIFT));
+        }
+        if (lane == 0) {
+            q_facts.factor[head] = call.scale_log2 * step * Codec::SCORE_FACTOR;
+            q_facts.sum[head] = sum;
+            q_facts.first_sum[head] = first_sum;
+        }
     };
 #pragma unroll 1
     for (int head = group + warp; head < HEADS; head += num_warps) {
@@ -253,7 +273,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
         sync_warp();
     };
 
-    Sums own(lane, q_places, q_sum);
+    Sums own(lane, q_places, q_facts);
     u8 *stage = ring, *ring_end = ring + num_stages * P::STAGE;
     int parity = 0;
     auto give_back = [&] {
@@ -271,13 +291,14 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
         typename Sums::Scores p;
         wait_phase(P::barrier_of(stage), parity);
         if (Rows::APPENDS && slice == patched) patch(stage, limit - 1, false);
-        own.score(p, stage, call.scale_log2);
-        give_back();
+        own.score(p, stage);
+        if (!P::HAS_BOTH) give_back();
         own.weigh(p, limit);
-        wait_phase(P::barrier_of(stage), parity);
-        if (Rows::APPENDS && slice == patched) patch(stage, limit - 1, true);
-        own.clear_tail(stage, limit);
-        own.add_values(p, stage);
+        if (!P::HAS_BOTH) wait_phase(P::barrier_of(stage), parity);
+        u8* values = stage + P::VALUES_AT;
+        if (Rows::APPENDS && slice == patched) patch(values, limit - 1, true);
+        own.clear_tail(values, limit);
+        own.add_values(p, values);
         give_back();
     }
 
@@ -294,15 +315,37 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     const bool is_alone = num_slices <= slices_each;
     const int num_busy = end - first < num_warps ? end - first : num_warps;
     const int num_used = (num_slices + slices_each - 1) / slices_each;
+    const i64 first_row = ((i64)tile * call.num_kv_heads + kv_head) * group;
+    auto first_part = [&](int head) { return (first_row + head) * call.num_splits; };
+    auto part_of = [&](int head) { return call.part + first_part(head) * DIM; };
+    auto stats_of = [&](int head) { return call.part_stats + first_part(head) * 2; };
+    auto put_out = [&](float (&v)[VALUES], float sum, int head) {
+        // A row that saw nothing becomes 0; NaN is not 0, so a poisoned sequence stays NaN.
+        const float inverse = 1.0f / (sum == 0.0f ? 1.0f : sum);
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) v[i] *= inverse;
+        if (Codec::IS_ROTATED) rotate(v, lane);
+        u16* to = call.out + (((i64)token * call.num_kv_heads + kv_head) * group + head) * DIM;
+        store_bf16(to + Sums::first_channel(lane), v);
+    };
 #pragma unroll 1
     for (int head = warp; head < group; head += num_warps) {
-        // The block's sums over the warps that had a slice, lane l with the weight of warp l.
-        const bool has_warp = lane < num_busy;
-        const float own_max = has_warp ? stats[lane][head][0] : MINUS_INFINITY;
-        const float own_sum = has_warp ? stats[lane][head][1] : 0.0f;
-        const float own_zero = has_warp ? stats[lane][head][2] : 0.0f;
-        const float max = max_over_lanes<1>(own_max);
+        // The block's sums over the warps that had a slice, lanes l and l + 16 with the weight of
+        // warp l.
+        const bool has_warp = lane % MAX_WARPS < num_busy;
+        const float* own_stats = stats[lane % MAX_WARPS][head];
+        const float own_max = has_warp ? own_stats[0] : MINUS_INFINITY;
+        float max = own_max;
+#pragma unroll
+        for (int mask = 1; mask < MAX_WARPS; mask *= 2) max = larger(max, shuffle_xor(max, mask));
         const float own_weight = power_of_two(own_max - shift_of(max));
+        float sum = has_warp ? own_weight * own_stats[1] : 0.0f;
+        float zero = Codec::HAS_ZERO && has_warp ? own_weight * own_stats[2] : 0.0f;
+#pragma unroll
+        for (int mask = MAX_WARPS / 2; mask > 0; mask /= 2) {
+            sum += shuffle_xor(sum, mask);
+            if (Codec::HAS_ZERO) zero += shuffle_xor(zero, mask);
+        }
         float v[VALUES];
 #pragma unroll
         for (int i = 0; i < VALUES; ++i) v[i] = 0;
@@ -316,28 +359,54 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
 #pragma unroll
             for (int i = 0; i < VALUES; ++i) v[i] += weight * row[i];
         }
-        float sum = sum_over_lanes<WARP>(own_weight * own_sum);
         if (Codec::HAS_ZERO) {
-            const float zero = sum_over_lanes<WARP>(own_weight * own_zero);
 #pragma unroll
             for (int i = 0; i < VALUES; ++i) v[i] += zero;
         }
         if (!is_alone) {
-            const i64 row = ((i64)tile * gridDim.x + kv_head) * group + head;
-            const i64 first_part = row * call.num_splits;
-            float* part = call.part + first_part * DIM;
-            float* part_stats = call.part_stats + first_part * 2;
-            if (!merge_splits<POLLS>(v, sum, max, part, part_stats, call.arrived + row, split,
-                                     num_used, lane))
+            if (POLLS) {
+                publish_split(v, sum, max, part_of(head), stats_of(head), split, lane);
+                continue;
+            }
+            if (!merge_by_count(v, sum, max, part_of(head), stats_of(head),
+                                call.arrived + first_row + head, split, num_used, lane))
                 continue;
         }
-        // A row that saw nothing becomes 0; NaN is not 0, so a poisoned sequence stays NaN.
-        const float inverse = 1.0f / (sum == 0.0f ? 1.0f : sum);
+        put_out(v, sum, head);
+    }
+    if (!POLLS || is_alone || split >= group) return;
+
+    // Heads split, split + num_used, ... are this block's: first a warp four rows of one of them,
+    // then a warp a head.
+    __syncthreads();  // the rings are idle again
+    float* of_fours = reinterpret_cast<float*>(dynamic_shared) + lane * VALUES;
+    const int num_fours = (num_used + FOUR - 1) / FOUR;
+    const int num_merged = (group - split + num_used - 1) / num_used;
+#pragma unroll 1
+    for (int i = warp; i < num_merged * num_fours; i += num_warps) {
+        const int head = split + i / num_fours * num_used, four = i % num_fours;
+        float v[VALUES];
+        const float sum =
+            merge_four(v, part_of(head), stats_of(head), FOUR * four, num_used, lane);
+        store_vector(of_fours + i * DIM, v);
+        if (lane == 0 && four == 0) stats[0][i / num_fours][1] = sum;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int i = warp; i < num_merged; i += num_warps) {
+        const int head = split + i * num_used;
+        unset_stats(stats_of(head), num_used, lane);
+        float v[VALUES];
 #pragma unroll
-        for (int i = 0; i < VALUES; ++i) v[i] *= inverse;
-        if (Codec::IS_ROTATED) rotate(v, lane);
-        u16* to = call.out + (((i64)token * gridDim.x + kv_head) * group + head) * DIM;
-        store_bf16(to + Sums::first_channel(lane), v);
+        for (int j = 0; j < VALUES; ++j) v[j] = 0;
+#pragma unroll 4
+        for (int four = 0; four < num_fours; ++four) {
+            float of_four[VALUES];
+            load_vector(of_four, of_fours + (i * num_fours + four) * DIM);
+#pragma unroll
+            for (int j = 0; j < VALUES; ++j) v[j] += of_four[j];
+        }
+        put_out(v, stats[0][i][1], head);
     }
 }
 

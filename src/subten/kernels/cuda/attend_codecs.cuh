@@ -11,17 +11,22 @@
 // A codec turns words of codes into A fragments. Word w of a K row holds channels that `mma` number
 // `step` of that row takes: 4 a lane. A channel of q meets its K where `key_byte`, its byte in a
 // row, lies: in step `key_step` of that byte's word, as value `key_slot` of the lane's 4, times
-// `key_factor`, a power of two.
+// QUERY_FACTOR; sums of products count SCORE_FACTOR. Where KEYS_ARE_BYTES a step has 32 channels, 8
+// a lane, sums of the first half of all steps count 2^KEY_SHIFT more, and codes of the channels
+// below D / 2 are LOW_MIDDLE too large.
 // Word w of a V row, with the same word of three other keys, gives VALUE_STEPS fragments of 2
 // channels (x in row g, y in row g + 8: next to x, or D / 2 on where Y_IS_FAR) and 4 keys. They are
-// VALUE_OFFSET too large, and VALUE_FACTOR times too small after that.
+// too large by SURPLUS_X or SURPLUS_Y, pairs of bf16; what is left counts `value_factor`, once
+// weights, 2^WEIGHT_SHIFT times too large, are right.
 
 // A word is 2 channels.
 struct KvBf16 {
-    static constexpr int BITS = 16, VALUE_STEPS = 1, HALF_MIDDLE = 0;
+    static constexpr int BITS = 16, VALUE_STEPS = 1, MIDDLE = 0;
     static constexpr bool HAS_SCALE = false, HAS_ZERO = false, IS_ROTATED = false;
     static constexpr bool Y_IS_FAR = false, KEYS_ARE_BYTES = false;
-    static constexpr float OFFSET = 0.0f, VALUE_FACTOR = 1.0f, VALUE_OFFSET = 0.0f;
+    static constexpr u32 SURPLUS_X = 0, SURPLUS_Y = 0;
+    static constexpr float QUERY_FACTOR = 1, SCORE_FACTOR = 1;
+    static constexpr int WEIGHT_SHIFT = 0;
 
     static INLINE void key_pairs(u32 (&a)[4], const u32* low, const u32* high, int step) {
         a[0] = low[2 * step];
@@ -32,7 +37,7 @@ struct KvBf16 {
     static INLINE int key_byte(int channel, int) { return 2 * channel; }
     static INLINE int key_step(int, int word, int) { return word / 2; }
     static INLINE int key_slot(int channel, int) { return channel % 4; }
-    static INLINE float key_factor(int, int) { return 1; }
+    static INLINE float value_factor(int) { return 1; }
 
     static INLINE void value_pairs(u32 (&a)[1][4], const u32 (&ab)[2], const u32 (&cd)[2]) {
         a[0][0] = ab[0];
@@ -49,7 +54,9 @@ struct KvByte {
     static constexpr int BITS = 8, VALUE_STEPS = 2;
     static constexpr bool HAS_SCALE = true, IS_ROTATED = false, Y_IS_FAR = false;
     static constexpr bool KEYS_ARE_BYTES = false;
-    static constexpr float OFFSET = 0.0f, VALUE_FACTOR = 1.0f, VALUE_OFFSET = 0.0f;
+    static constexpr u32 SURPLUS_X = 0, SURPLUS_Y = 0;
+    static constexpr float QUERY_FACTOR = 1, SCORE_FACTOR = 1;
+    static constexpr int WEIGHT_SHIFT = 0;
 
     static INLINE void key_pairs(u32 (&a)[4], const u32* low, const u32* high, int step) {
         a[0] = Bytes::even(low[step]);
@@ -60,7 +67,7 @@ struct KvByte {
     static INLINE int key_byte(int channel, int) { return channel; }
     static INLINE int key_step(int, int word, int) { return word; }
     static INLINE int key_slot(int channel, int) { return channel % 4 / 2 + channel % 2 * 2; }
-    static INLINE float key_factor(int, int) { return 1; }
+    static INLINE float value_factor(int) { return 1; }
 
     static INLINE void value_pairs(u32 (&a)[2][4], const u32 (&ab)[2], const u32 (&cd)[2]) {
 #pragma unroll
@@ -77,26 +84,35 @@ struct KvByte {
 };
 
 // E4M3: the bits of a code, shifted into place, are the bf16 of 2^-120 of its value, subnormals
-// included. The code of NaN, which only garbage holds, comes out as 480.
+// included; q and weights are 2^64 times too large, which keeps products in range. The code of NaN,
+// which only garbage holds, comes out as 480.
 struct KvFp8 : KvByte<KvFp8> {
-    static constexpr int HALF_MIDDLE = 0;
+    static constexpr int MIDDLE = 0, WEIGHT_SHIFT = 64;
     static constexpr bool HAS_ZERO = false;
+    static constexpr float QUERY_FACTOR = 0x1p64f, SCORE_FACTOR = 0x1p56f;
 
-    static INLINE u32 even(u32 w) {
-        const u32 bits = and_or(w << 8, 0x80008000u, (w << 4) & 0x07f007f0u);
-        return multiply_bf16x2(bits, 0x7b807b80u);  // 2^120
-    }
-    static INLINE u32 odd(u32 w) {
-        const u32 bits = and_or(w, 0x80008000u, (w >> 4) & 0x07f007f0u);
-        return multiply_bf16x2(bits, 0x7b807b80u);
-    }
+    static INLINE u32 even(u32 w) { return and_or(w << 8, 0x80008000u, (w << 4) & 0x07f007f0u); }
+    static INLINE u32 odd(u32 w) { return and_or(w, 0x80008000u, (w >> 4) & 0x07f007f0u); }
+    static INLINE float value_factor(int) { return 0x1p56f; }
 };
 
-// code - 128, exact in bf16: the low 7 bits under the bits of 128.0, less 128 where bit 7 is set,
-// less 256 where it is not.
+// Of K, code - 128 is the byte with its upper bit flipped, and q is as for int4. Of V it is exact
+// in bf16: the low 7 bits under the bits of 128.0, less 128 where bit 7 is set, less 256 where it
+// is not.
 struct KvInt8 : KvByte<KvInt8> {
-    static constexpr int HALF_MIDDLE = 64;
-    static constexpr bool HAS_ZERO = true;
+    static constexpr int MIDDLE = 128, KEY_SHIFT = 0, LOW_MIDDLE = 0;
+    static constexpr bool HAS_ZERO = true, KEYS_ARE_BYTES = true;
+
+    // A fragments of `mma_bytes` number `step`: two words.
+    template <int STEPS>
+    static INLINE void key_bytes(u32 (&a)[4], const u32* low, const u32* high, int step) {
+        a[0] = low[2 * step] ^ 0x80808080u;
+        a[1] = high[2 * step] ^ 0x80808080u;
+        a[2] = low[2 * step + 1] ^ 0x80808080u;
+        a[3] = high[2 * step + 1] ^ 0x80808080u;
+    }
+    static INLINE int key_step(int, int word, int) { return word / 2; }
+    static INLINE int key_slot(int channel, int) { return channel % 8; }
 
     static INLINE u32 even(u32 w) {
         return add_bf16x2(and_or(w, 0x007f007fu, 0x43004300u),
@@ -106,50 +122,50 @@ struct KvInt8 : KvByte<KvInt8> {
 };
 
 // A word is 8 channels: byte i of a row is channel i in its low nibble, i + D / 2 in its high one.
-// The least integer work wins here, for integers issue at half the rate of multiplications:
-// - a low nibble of K under the bits of 128.0 is 128 + code;
-// - a high nibble alone in a bf16, bits 4 to 7, is 2^-129 code, since exponents 0 and 1 count in
-//   the same steps: one multiplication and addition make it (128 + code) / 4, and q there counts 4;
-// - both nibbles of V, 2^-133 code and 2^-129 code, become (code - 8) / 64.
-// Of K the surplus 136 leaves with the sums' first value; of V at once, for the sums run over many
-// keys, and would lose what cancels.
+// Integers issue at half the rate of multiplications, so the least of them wins:
+// - nibbles of K are bytes, four at once: a low one is the code, a high one 16 times it, and 8
+//   less with its upper bit flipped. q is integers of 16 bits in two bytes;
+// - of V a nibble alone in a bf16 is 2^-133 code, or 2^-129 code, for exponents 0 and 1 count in
+//   the same steps. Weights are 2^64 times what they were, which keeps products in range. The
+//   surplus of code 8 leaves at each slice's end (`WarpSums::drop_surplus`).
 struct KvInt4 {
-    static constexpr int BITS = 4, VALUE_STEPS = 4, HALF_MIDDLE = 4;
+    static constexpr int BITS = 4, VALUE_STEPS = 4, MIDDLE = 8;
     static constexpr bool HAS_SCALE = true, HAS_ZERO = true, IS_ROTATED = true;
-    static constexpr bool Y_IS_FAR = true, KEYS_ARE_BYTES = false;
-    static constexpr float OFFSET = 136.0f, VALUE_FACTOR = 64.0f, VALUE_OFFSET = 0.0f;
+    static constexpr bool Y_IS_FAR = true, KEYS_ARE_BYTES = true;
+    static constexpr float SCORE_FACTOR = 0x1p-4f;
+    static constexpr int KEY_SHIFT = 4, LOW_MIDDLE = 8, WEIGHT_SHIFT = 64;
+    static constexpr u32 SURPLUS_X = 0x00080008u, SURPLUS_Y = 0x00800080u;
 
-    static INLINE void key_pairs(u32 (&a)[4], const u32* low, const u32* high, int step) {
-        const u32 l = low[step / 2] >> (step % 2 * 8), h = high[step / 2] >> (step % 2 * 8);
-        a[0] = and_or(l, 0x000f000fu, 0x43004300u);
-        a[1] = and_or(h, 0x000f000fu, 0x43004300u);
-        a[2] = multiply_add_bf16x2(l & 0x00f000f0u, 0x7f007f00u, 0x42004200u);  // * 2^127 + 32
-        a[3] = multiply_add_bf16x2(h & 0x00f000f0u, 0x7f007f00u, 0x42004200u);
+    // A fragments of `mma_bytes` number `step` of STEPS: the low nibbles of two words, or, in the
+    // second half, the high ones.
+    template <int STEPS>
+    static INLINE void key_bytes(u32 (&a)[4], const u32* low, const u32* high, int step) {
+        const int word = step * 2 % STEPS;
+        const u32 words[4] = {low[word], high[word], low[word + 1], high[word + 1]};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            a[i] = step < STEPS / 2 ? words[i] & 0x0f0f0f0fu
+                                    : and_xor(words[i], 0xf0f0f0f0u, 0x80808080u);
     }
-    static INLINE float key_factor(int channel, int dim) { return channel < dim / 2 ? 1 : 4; }
     static INLINE int key_byte(int channel, int dim) { return channel % (dim / 2); }
-    static INLINE int key_step(int channel, int word, int) { return 2 * word + channel % 2; }
-    static INLINE int key_slot(int channel, int dim) {
-        return channel % 4 / 2 + channel / (dim / 2) * 2;
+    static INLINE int key_step(int channel, int word, int dim) {
+        return word / 2 + channel / (dim / 2) * (dim / 64);
     }
+    // Byte of the lane's 8 of that step.
+    static INLINE int key_slot(int channel, int) { return channel % 8; }
 
     static INLINE void value_pairs(u32 (&a)[4][4], const u32 (&ab)[2], const u32 (&cd)[2]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const u32 l = ab[i / 2] >> (i % 2 * 8), h = cd[i / 2] >> (i % 2 * 8);
-            a[i][0] = low_nibbles(l);
-            a[i][1] = high_nibbles(l);
-            a[i][2] = low_nibbles(h);
-            a[i][3] = high_nibbles(h);
+            a[i][0] = l & 0x000f000fu;
+            a[i][1] = l & 0x00f000f0u;
+            a[i][2] = h & 0x000f000fu;
+            a[i][3] = h & 0x00f000f0u;
         }
     }
-    // * 2^127 - 1/8, and * 2^123 - 1/8.
-    static INLINE u32 low_nibbles(u32 w) {
-        return multiply_add_bf16x2(w & 0x000f000fu, 0x7f007f00u, 0xbe00be00u);
-    }
-    static INLINE u32 high_nibbles(u32 w) {
-        return multiply_add_bf16x2(w & 0x00f000f0u, 0x7d007d00u, 0xbe00be00u);
-    }
+    // 2^133 and 2^129, less WEIGHT_SHIFT.
+    static INLINE float value_factor(int is_y) { return is_y ? 0x1p65f : 0x1p69f; }
     static INLINE int value_channel(int byte, int step, int is_y, int dim) {
         return byte + step + is_y * (dim / 2);
     }
@@ -163,14 +179,17 @@ struct KvInt4 {
 // - of V, with the xor of its bits for the lower one and the upper one flipped, a code counts the
 //   levels in order, c = 0 to 3. They lie 7, 6 and 7 apart: codes alone in their bf16s, 2^-133 c or
 //   up to 2^6 times that, become (182 + 6.625 c) / 256, which rounds to (192 + level) / 256. The
-//   surplus leaves at each slice's end (`WarpSums::drop_offset`).
+//   surplus leaves at each slice's end (`WarpSums::drop_surplus`).
 struct KvInt2 {
-    static constexpr int BITS = 2, VALUE_STEPS = 8, HALF_MIDDLE = 0;
+    static constexpr int BITS = 2, VALUE_STEPS = 8, MIDDLE = 0;
     static constexpr bool HAS_SCALE = true, HAS_ZERO = false, IS_ROTATED = true;
     static constexpr bool Y_IS_FAR = true, KEYS_ARE_BYTES = true;
-    static constexpr float OFFSET = 0.0f, VALUE_FACTOR = 256.0f, VALUE_OFFSET = 0.75f;
+    static constexpr float SCORE_FACTOR = 1;
+    static constexpr int KEY_SHIFT = 0, LOW_MIDDLE = 0, WEIGHT_SHIFT = 0;
+    static constexpr u32 SURPLUS_X = 0x3f403f40u, SURPLUS_Y = SURPLUS_X;  // 0.75
 
     // A fragments of `mma_bytes` number `step`: quarters 0 and 2 of a word's codes, or 1 and 3.
+    template <int STEPS>
     static INLINE void key_bytes(u32 (&a)[4], const u32* low, const u32* high, int step) {
         const int shift = step % 2 * 2;
         const u32 l = low[step / 2] >> shift & 0x33333333u;
@@ -188,7 +207,7 @@ struct KvInt2 {
     static INLINE int key_slot(int channel, int dim) {
         return channel % 4 * 2 + channel / (dim / 2);
     }
-    static INLINE float key_factor(int, int) { return 1; }
+    static INLINE float value_factor(int) { return 256; }
 
     static INLINE u32 ordered(u32 w) { return and_xor(w >> 1, 0x55555555u, w); }
 
@@ -224,6 +243,7 @@ private:
 // K, or V, of one slice: where it lies in a page, and in a stage of the ring. V codes of 8 and 16
 // bits lie there in quarters 32 bytes apart, so that the four t of a warp read different banks;
 // codes of 4 and 2 bits stay one copy, and rows of neighbouring quarters differ in parity instead.
+// Of 2 bits, K and V of a slice lie in one stage, VALUES_AT apart, and come at once.
 template <class Codec, int DIM>
 struct Part {
     static constexpr int ROW = DIM * Codec::BITS / 8;
@@ -236,16 +256,20 @@ struct Part {
     static constexpr int PAGE_ZERO = PAGE_SCALE + (Codec::HAS_SCALE ? 2 * PAGE_KEYS : 0);
     static constexpr int PAGE_BYTES = PAGE_ZERO + (Codec::HAS_ZERO ? 2 * PAGE_KEYS : 0);
 
-    static constexpr int COPIED = PAGE_BYTES * KEYS / PAGE_KEYS;
+    static constexpr bool HAS_BOTH = IS_WHOLE && Codec::BITS == 2;
+    static constexpr int VALUES_AT = HAS_BOTH ? PAGE_BYTES : 0;
+
+    static constexpr int COPIED = VALUES_AT + PAGE_BYTES * KEYS / PAGE_KEYS;
     static constexpr int SCALE = KEYS * ROW + 4 * PAD;
     static constexpr int ZERO = SCALE + (Codec::HAS_SCALE ? 2 * KEYS : 0);
     static constexpr int END = ZERO + (Codec::HAS_ZERO ? 2 * KEYS : 0);
-    static constexpr int BARRIER = (END + 7) / 8 * 8;
+    static constexpr int BARRIER = (VALUES_AT + END + 7) / 8 * 8;
     static constexpr int STAGE = (BARRIER + 8 + 15) / 16 * 16;
 
     static INLINE u64* barrier_of(u8* stage) { return reinterpret_cast<u64*>(stage + BARRIER); }
 
-    // Starts the copies of `from` (K or V of a page) from token `key` on into a stage.
+    // Starts the copies of `from` (K or V of a page) from token `key` on into a stage; of what
+    // HAS_BOTH, where K is.
     static INLINE void fetch(u8* stage, const u8* from, int key, bool is_value) {
         u64* barrier = barrier_of(stage);
         expect_bytes(barrier, COPIED);
@@ -267,10 +291,10 @@ struct Part {
         if (Codec::HAS_ZERO) copy_bulk(stage + ZERO, meta + PAGE_ZERO, 2 * KEYS, barrier);
     }
 
-    // Starts to bring what `fetch` would copy into L2.
+    // Starts to bring into L2 what `fetch` would copy of K or V.
     static INLINE void prefetch(const u8* from, int key) {
         if (IS_WHOLE) {
-            prefetch_bulk(from, COPIED);
+            prefetch_bulk(from, PAGE_BYTES);
             return;
         }
         prefetch_bulk(from + key * ROW, KEYS * ROW);

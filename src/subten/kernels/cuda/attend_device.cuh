@@ -179,6 +179,9 @@ INLINE void publish(float* to, const float (&v)[4]) {
                  : "memory");
 }
 
+// Before what was not there yet is polled once more.
+INLINE void poll_again() {}
+
 // What other blocks of this launch write, or have written.
 INLINE void poll(float (&v)[2], const float* at) {
     asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];"

@@ -1,6 +1,18 @@
 // How the splits of a sequence put their sums together.
 //
-// Letters as in attend.cu: D channels of a head.
+// Letters as in attend.cu: D channels of a head, Z splits. Split z leaves a row of sums v_z of each
+// head, and two statistics of it: the largest score, and the sum of weights relative to that.
+//
+//   v = sum_j sum_z 2 ** (max_z - max) v_z,   z = 4j to 4j + 3, both in order;   sum likewise
+//
+// Memory: rows of 4 * D bytes and pairs of statistics in L2. Two ways, whose results are the same
+// bits:
+//
+//   count  a warp a head leaves its row, then counts; the last to arrive reads all Z rows of its
+//          head: a fence, the count and the rows, each a way to L2 and back
+//   poll   every number is its own flag, and split z waits for the rows of heads z, z + Z, ...:
+//          four rows a warp, all at once, so that one way to L2 is all. Memory must be UNSET
+//          before, as it is left after, and all splits of a sequence must be running at once
 #ifndef SUBTEN_ATTEND_MERGE_CUH
 #define SUBTEN_ATTEND_MERGE_CUH
 
@@ -9,133 +21,154 @@
 // Memory for one number between launches that poll: a NaN that the kernel never writes.
 #define UNSET (-1)
 #define OTHER_NAN 0x7fc00000
+#define FOUR 4
 
-// What the warps of all splits of one head do with their sums (`v` of each lane, `sum`, relative to
-// `max`): each leaves them in row `split` of `part` and `stats`, and one of them gets true, with
-// those of the whole head:
-//
-//   v = sum_z 2 ** (max_z - max) v_z,   sum likewise, z in order
-//
-// It is the last to arrive at a counter, whoever that is: a fence, then the count, then the rows,
-// each a way to L2 and back. Or, where the splits POLL, that of the last split, which waits for the
-// rows themselves: every number is its own flag. Then memory must be UNSET before, as it is left
-// after, and the splits ahead must be running or done: they are all on an SM, or ahead in the grid.
-// Lane l holds the weights of splits l and l + 32; BATCH rows of 4 * D bytes are in flight.
-template <bool POLLS, int VALUES>
-INLINE bool merge_splits(float (&v)[VALUES], float& sum, float max, float* part, float* stats,
-                         int* arrived, int split, int num_used, int lane) {
-    constexpr int BATCH = POLLS ? 8 : 16;
-    float own[VALUES];
+// Statistics of all splits of a head: lane l holds those of splits l and l + 32.
+struct SplitStats {
+    float held[2][2];  // max and sum
+
+    // Whether they are all there.
+    INLINE bool load(const float* stats, int num_used, int lane) {
+        bool is_set = true;
 #pragma unroll
-    for (int i = 0; i < VALUES; ++i) own[i] = v[i];
-    float own_stat[2] = {max, sum};
-    const int num_stored = POLLS ? num_used - 1 : num_used;
-    if (POLLS) {
-        if (split < num_stored) {
-#pragma unroll
-            for (int i = 0; i < VALUES; ++i)
-                own[i] = own[i] == own[i] ? own[i] : bits_float(OTHER_NAN);
-            own_stat[1] = sum == sum ? sum : bits_float(OTHER_NAN);
-            publish(part + (split * WARP + lane) * VALUES, own);
-            if (lane == 0) publish(stats + 2 * split, own_stat);
-            return false;
+        for (int j = 0; j < 2; ++j) {
+            held[j][0] = MINUS_INFINITY;
+            held[j][1] = 0;
+            if (lane + j * WARP < num_used) poll(held[j], stats + 2 * (lane + j * WARP));
+            is_set = is_set && float_bits(held[j][0]) != UNSET && float_bits(held[j][1]) != UNSET;
         }
-    } else {
-        store_vector(part + (split * WARP + lane) * VALUES, own);
-        if (lane == 0) store_vector(stats + 2 * split, own_stat);
-        sync_warp();
-        int num_before = 0;
-        if (lane == 0) {
-            num_before = count_arrival(arrived);
-            if (num_before == num_used - 1) *arrived = 0;  // for the next launch
-        }
-        if (shuffle_from(num_before, 0) != num_used - 1) return false;
-        sync_warp();
+        return is_set;
     }
 
-    float stat[2][2] = {{MINUS_INFINITY, 0}, {MINUS_INFINITY, 0}};
+    // Turns maxima into weights, and gives the sum of the whole head.
+    INLINE float weigh() {
+        const float max = max_over_lanes<1>(larger(held[0][0], held[1][0]));
+#pragma unroll
+        for (int j = 0; j < 2; ++j) held[j][0] = power_of_two(held[j][0] - shift_of(max));
+        return sum_over_lanes<WARP>(held[0][0] * held[0][1] + held[1][0] * held[1][1]);
+    }
+
+    INLINE float weight_of(int split) const {
+        const float weight = split < WARP ? held[0][0] : held[1][0];
+        return bits_float(shuffle_from(float_bits(weight), split % WARP));
+    }
+};
+
+// v = the weighted sum of four rows from split z on.
+template <int VALUES>
+INLINE void add_four(float (&v)[VALUES], const float (*rows)[VALUES], const SplitStats& stats,
+                     int z) {
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) v[i] = 0;
+#pragma unroll
+    for (int b = 0; b < FOUR; ++b) {
+        const float weight = stats.weight_of(z + b);
+#pragma unroll
+        for (int i = 0; i < VALUES; ++i) v[i] = multiply_add(weight, rows[b][i], v[i]);
+    }
+}
+
+// Counting. `v` of each lane and `sum`, relative to `max`, are those of one split, of which one
+// warp gets true, and what is of the whole head.
+template <int VALUES>
+INLINE bool merge_by_count(float (&v)[VALUES], float& sum, float max, float* part, float* stats,
+                           int* arrived, int split, int num_used, int lane) {
+    constexpr int BATCH = 4 * FOUR;
+    const float own_stat[2] = {max, sum};
+    store_vector(part + (split * WARP + lane) * VALUES, v);
+    if (lane == 0) store_vector(stats + 2 * split, own_stat);
+    sync_warp();
+    int num_before = 0;
+    if (lane == 0) {
+        num_before = count_arrival(arrived);
+        if (num_before == num_used - 1) *arrived = 0;  // for the next launch
+    }
+    if (shuffle_from(num_before, 0) != num_used - 1) return false;
+    sync_warp();
+
+    SplitStats all;
     float rows[BATCH][VALUES];
-    float* from = part + lane * VALUES;
-    // Rows z to z + BATCH - 1; with the first of them all statistics, so that nothing waits twice.
     auto load = [&](int z) {
-        bool is_set;
-        do {
-            is_set = true;
 #pragma unroll
-            for (int j = 0; j < 2; ++j)
-                if (z == 0 && lane + j * WARP < num_stored)
-                    poll(stat[j], stats + 2 * (lane + j * WARP));
+        for (int b = 0; b < BATCH; ++b) {
 #pragma unroll
-            for (int b = 0; b < BATCH; ++b) {
-#pragma unroll
-                for (int i = 0; i < VALUES; ++i) rows[b][i] = 0;
-                if (z + b < num_stored) poll(rows[b], from + b * WARP * VALUES);
-            }
-            if (!POLLS) break;
-#pragma unroll
-            for (int j = 0; j < 2; ++j)
-                is_set = is_set && float_bits(stat[j][0]) != UNSET &&
-                         float_bits(stat[j][1]) != UNSET;
-#pragma unroll
-            for (int b = 0; b < BATCH; ++b)
-#pragma unroll
-                for (int i = 0; i < VALUES; ++i)
-                    is_set = is_set && float_bits(rows[b][i]) != UNSET;
-        } while (!is_set);
-        float* const stored = from;
-        from += BATCH * WARP * VALUES;
-        if (!POLLS) return;
-        float unset[VALUES];
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i) unset[i] = bits_float(UNSET);
-        const float unset_stat[2] = {bits_float(UNSET), bits_float(UNSET)};
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-            if (z == 0 && lane + j * WARP < num_stored)
-                store_vector(stats + 2 * (lane + j * WARP), unset_stat);
-#pragma unroll
-        for (int b = 0; b < BATCH; ++b)
-            if (z + b < num_stored) store_vector(stored + b * WARP * VALUES, unset);
-        sync_warp();
+            for (int i = 0; i < VALUES; ++i) rows[b][i] = 0;
+            if (z + b < num_used) poll(rows[b], part + ((z + b) * WARP + lane) * VALUES);
+        }
     };
+    all.load(stats, num_used, lane);
     load(0);
-    if (POLLS) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-            if (lane + j * WARP == split) {
-                stat[j][0] = own_stat[0];
-                stat[j][1] = own_stat[1];
-            }
-    }
-    max = max_over_lanes<1>(larger(stat[0][0], stat[1][0]));
-    float weight[2];
-#pragma unroll
-    for (int j = 0; j < 2; ++j) weight[j] = power_of_two(stat[j][0] - shift_of(max));
-    sum = sum_over_lanes<WARP>(weight[0] * stat[0][1] + weight[1] * stat[1][1]);
-    auto weight_of = [&](int z) {
-        const float held = z < WARP ? weight[0] : weight[1];
-        return bits_float(shuffle_from(float_bits(held), z % WARP));
-    };
+    sum = all.weigh();
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) v[i] = 0;
 #pragma unroll 1
     for (int z = 0;;) {
 #pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-            const float of_row = weight_of(z + b);
+        for (int b = 0; b < BATCH; b += FOUR) {
+            float of_four[VALUES];
+            add_four(of_four, rows + b, all, z + b);
 #pragma unroll
-            for (int i = 0; i < VALUES; ++i) v[i] = multiply_add(of_row, rows[b][i], v[i]);
+            for (int i = 0; i < VALUES; ++i) v[i] += of_four[i];
         }
         z += BATCH;
-        if (z >= num_stored) break;
+        if (z >= num_used) return true;
         load(z);
     }
-    if (POLLS) {
-        const float of_own = weight_of(split);
+}
+
+// Polling, first: leaves a split's sums where others find them.
+template <int VALUES>
+INLINE void publish_split(const float (&v)[VALUES], float sum, float max, float* part,
+                          float* stats, int split, int lane) {
+    float own[VALUES];
 #pragma unroll
-        for (int i = 0; i < VALUES; ++i) v[i] = multiply_add(of_own, own[i], v[i]);
+    for (int i = 0; i < VALUES; ++i) own[i] = v[i] == v[i] ? v[i] : bits_float(OTHER_NAN);
+    const float own_stat[2] = {max, sum == sum ? sum : bits_float(OTHER_NAN)};
+    publish(part + (split * WARP + lane) * VALUES, own);
+    if (lane == 0) publish(stats + 2 * split, own_stat);
+}
+
+// Polling, second: v = the sum of four rows from split z on, once they are there, which it unsets;
+// gives the sum of weights of the whole head.
+template <int VALUES>
+INLINE float merge_four(float (&v)[VALUES], float* part, const float* stats, int z, int num_used,
+                        int lane) {
+    SplitStats all;
+    float rows[FOUR][VALUES];
+    float* const from = part + (z * WARP + lane) * VALUES;
+    for (;;) {
+        bool is_set = all.load(stats, num_used, lane);
+#pragma unroll
+        for (int b = 0; b < FOUR; ++b) {
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) rows[b][i] = 0;
+            if (z + b < num_used) poll(rows[b], from + b * WARP * VALUES);
+        }
+#pragma unroll
+        for (int b = 0; b < FOUR; ++b)
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i)
+                is_set = is_set && float_bits(rows[b][i]) != UNSET;
+        if (is_set) break;
+        poll_again();
     }
-    return true;
+    sync_warp();
+    float unset[VALUES];
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) unset[i] = bits_float(UNSET);
+#pragma unroll
+    for (int b = 0; b < FOUR; ++b)
+        if (z + b < num_used) store_vector(from + b * WARP * VALUES, unset);
+    const float sum = all.weigh();
+    add_four(v, rows, all, z);
+    return sum;
+}
+
+// Polling, last, when all warps that wait for them have seen them.
+INLINE void unset_stats(float* stats, int num_used, int lane) {
+    const float unset[2] = {bits_float(UNSET), bits_float(UNSET)};
+#pragma unroll 1
+    for (int z = lane; z < num_used; z += WARP) store_vector(stats + 2 * z, unset);
 }
 
 #endif

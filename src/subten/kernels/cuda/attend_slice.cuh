@@ -7,7 +7,6 @@
 #include "attend_codecs.cuh"
 
 #define MINUS_INFINITY bits_float(0xff800000u)
-#define BF16_ONES 0x3f803f80u
 
 INLINE void store_vector(float* to, const float (&v)[2]) {
     *reinterpret_cast<float2*>(to) = {v[0], v[1]};
@@ -29,11 +28,11 @@ INLINE void load_vector(float (&v)[4], const float* from) {
     v[3] = a.w;
 }
 
-// Half the value of code MIDDLE, from which codes are counted: halved, since MIDDLE * scale alone
-// may overflow.
+// The value of code MIDDLE, from which codes are counted. One rounding: MIDDLE * scale alone may
+// overflow.
 template <class Codec>
-INLINE float half_zero_of(float scale, float zero) {
-    return 0.5f * zero + Codec::HALF_MIDDLE * scale;
+INLINE float middle_of(float scale, float zero) {
+    return multiply_add(Codec::MIDDLE, scale, zero);
 }
 
 // The largest value of the 8 lanes that share t (FIRST = 4), or of all 32 (FIRST = 1).
@@ -48,10 +47,21 @@ INLINE float max_over_lanes(float v) {
 // -infinity less itself is NaN.
 INLINE float shift_of(float max) { return max == MINUS_INFINITY ? 0.0f : max; }
 
+// What a block knows of the queries of HEADS heads beside their bf16s or bytes.
+template <int HEADS>
+struct QueryFacts {
+    // What a score counts in base 2, above 0, and the sum of q in the unit of scores.
+    alignas(8) float factor[HEADS];
+    alignas(8) float sum[HEADS];
+    // Minus LOW_MIDDLE times the sum of the integers of q below D / 2.
+    alignas(8) int first_sum[HEADS];
+};
+
 // One lane's share of its warp's sums over slices, for TILES_H * 8 heads.
 //   S^T, tile n:      p[n][h] = keys g (row) and heads 8h + 2t, 2t+1; then keys g + 8, same heads
 //   O^T, fragment m:  acc[h][m] = channel x and heads 8h + 2t, 2t+1; then channel y, same heads
-// `sum` and `half_zero` are of this lane's keys alone until `finish`.
+// `sum` and `of_middle` are of this lane's keys alone until `finish`. They and `acc` count
+// 2^WEIGHT_SHIFT until then.
 template <class Codec, int DIM, int TILES_H>
 struct WarpSums {
     using P = Part<Codec, DIM>;
@@ -70,9 +80,9 @@ struct WarpSums {
     int key_g, k_at, v_at, v_next;
     u32 key_half;  // which of two neighbouring keys
     u32 q_pairs[TILES_H][STEPS][2];
-    float q_sums[TILES_H][2];
+    const QueryFacts<HEADS>* facts;  // read slice by slice, for registers are scarce
     float acc[TILES_H][STEPS][4];
-    float max[TILES_H][2], sum[TILES_H][2], half_zero[TILES_H][2];
+    float max[TILES_H][2], sum[TILES_H][2], of_middle[TILES_H][2];
 
     // Where a channel of a head of q goes, so that each lane finds its B fragments of Q^T, of two
     // steps at a time, in 16 bytes.
@@ -91,9 +101,10 @@ struct WarpSums {
         return ((pair * WARP + lane) * 2 + step % 2) * 4 + Codec::key_slot(channel, DIM);
     }
 
-    INLINE WarpSums(int lane, const u16* q_places, const float* q_sum) {
+    INLINE WarpSums(int lane, const u16* q_places, const QueryFacts<HEADS>& of_queries) {
         g = lane / 4;
         t = lane % 4;
+        facts = &of_queries;
         key_g = first_key<P::QUARTER>(g);
         key_half = half_selector(key_g % 2);
         k_at = key_g * P::ROW + t * KeyShare::UNIT;
@@ -117,16 +128,19 @@ struct WarpSums {
                 for (int j = 0; j < 4; ++j) acc[h][m][j] = 0;
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                q_sums[h][j] = q_sum[8 * h + 2 * t + j];
                 max[h][j] = MINUS_INFINITY;
-                sum[h][j] = half_zero[h][j] = 0;
+                sum[h][j] = of_middle[h][j] = 0;
             }
         }
     }
 
     // Scores of the keys in `stage`. Two tiles at once: their sums do not wait for each other, and
     // more would not fit the registers.
-    INLINE void score(Scores& p, const u8* stage, float scale_log2) const {
+    INLINE void score(Scores& p, const u8* stage) const {
+        float q_sums[TILES_H][2];
+#pragma unroll
+        for (int h = 0; h < TILES_H; ++h)
+            if (Codec::HAS_ZERO) load_vector(q_sums[h], facts->sum + 8 * h + 2 * t);
         constexpr int ABREAST = TILES < 2 ? TILES : 2;
 #pragma unroll
         for (int first = 0; first < TILES; first += ABREAST) {
@@ -144,19 +158,17 @@ struct WarpSums {
         }
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
-            float scales[2], halves[2];
-            load_scales(scales, halves, stage, n);
+            if (!Codec::HAS_SCALE) continue;
+            float scales[2], middles[2];
+            load_scales(scales, middles, stage, n);
 #pragma unroll
             for (int r = 0; r < 2; ++r)
 #pragma unroll
                 for (int h = 0; h < TILES_H; ++h)
 #pragma unroll
                     for (int j = 0; j < 2; ++j) {
-                        // Where KEYS_ARE_BYTES, q_sums are the steps of q.
-                        const float factor =
-                            Codec::KEYS_ARE_BYTES ? scale_log2 * q_sums[h][j] : scale_log2;
-                        float s = p[n][h][2 * r + j] * (scales[r] * factor);
-                        if (Codec::HAS_ZERO) s += halves[r] * (2.0f * scale_log2 * q_sums[h][j]);
+                        float s = p[n][h][2 * r + j] * scales[r];
+                        if (Codec::HAS_ZERO) s = multiply_add(middles[r], q_sums[h][j], s);
                         p[n][h][2 * r + j] = s;
                     }
         }
@@ -170,8 +182,7 @@ struct WarpSums {
 #pragma unroll
             for (int h = 0; h < TILES_H; ++h)
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    p[first + b][h][j] = -Codec::OFFSET * q_sums[h][j % 2];
+                for (int j = 0; j < 4; ++j) p[first + b][h][j] = 0;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step)
 #pragma unroll
@@ -189,13 +200,30 @@ struct WarpSums {
     template <int ABREAST>
     INLINE void score_bytes(Scores& p, const u32 (&words)[ABREAST][2][KeyShare::WORDS],
                             int first) const {
-        int upper[ABREAST][TILES_H][4] = {}, lower[ABREAST][TILES_H][4] = {};
+        int upper[ABREAST][TILES_H][4] = {}, lower[ABREAST][TILES_H][4];
+#pragma unroll
+        for (int b = 0; b < ABREAST; ++b)
+#pragma unroll
+            for (int h = 0; h < TILES_H; ++h)
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    lower[b][h][j] =
+                        Codec::LOW_MIDDLE != 0 ? facts->first_sum[8 * h + 2 * t + j % 2] : 0;
 #pragma unroll
         for (int step = 0; step < STEPS; step += 2)
 #pragma unroll
             for (int b = 0; b < ABREAST; ++b) {
+                if (Codec::KEY_SHIFT != 0 && step == STEPS / 2) {
+#pragma unroll
+                    for (int h = 0; h < TILES_H; ++h)
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) {
+                            upper[b][h][j] *= 1 << Codec::KEY_SHIFT;
+                            lower[b][h][j] *= 1 << Codec::KEY_SHIFT;
+                        }
+                }
                 u32 a[4];
-                Codec::key_bytes(a, words[b][0], words[b][1], step / 2);
+                Codec::template key_bytes<STEPS / 2>(a, words[b][0], words[b][1], step / 2);
 #pragma unroll
                 for (int h = 0; h < TILES_H; ++h) {
                     mma_bytes(upper[b][h], a, q_pairs[h][step]);
@@ -211,9 +239,9 @@ struct WarpSums {
                     p[first + b][h][j] = (float)(upper[b][h][j] * 256 + lower[b][h][j]);
     }
 
-    // Scale and `half_zero_of` of this lane's keys of tile n, 2 apart: it takes the same half of
+    // Scale and `middle_of` of this lane's keys of tile n, 2 apart: it takes the same half of
     // each word.
-    INLINE void load_scales(float (&scales)[2], float (&halves)[2], const u8* stage, int n) const {
+    INLINE void load_scales(float (&scales)[2], float (&middles)[2], const u8* stage, int n) const {
         u32 scale[2] = {0, 0}, zero[2] = {0, 0};
         const int at = 2 * (key_g - key_g % 2 + 4 * n);
         if (Codec::HAS_SCALE) load_words<8>(scale, stage + P::SCALE + at);
@@ -222,7 +250,7 @@ struct WarpSums {
         for (int r = 0; r < 2; ++r) {
             scales[r] = Codec::HAS_SCALE ? select_half(scale[r], key_half) : 1.0f;
             const float of_zero = Codec::HAS_ZERO ? select_half(zero[r], key_half) : 0.0f;
-            halves[r] = Codec::HAS_ZERO ? half_zero_of<Codec>(scales[r], of_zero) : 0.0f;
+            middles[r] = Codec::HAS_ZERO ? middle_of<Codec>(scales[r], of_zero) : 0.0f;
         }
     }
 
@@ -241,30 +269,35 @@ struct WarpSums {
         float decay[TILES_H][2];
         bool has_moved = false;
 #pragma unroll
-        for (int h = 0; h < TILES_H; ++h)
+        for (int h = 0; h < TILES_H; ++h) {
+            float factors[2];
+            load_vector(factors, facts->factor + 8 * h + 2 * t);
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                float most = max[h][j];
+                float most = MINUS_INFINITY;
 #pragma unroll
                 for (int n = 0; n < TILES; ++n)
                     most = larger(most, larger(p[n][h][j], p[n][h][j + 2]));
-                most = max_over_lanes<4>(most);
+                most = larger(max[h][j], max_over_lanes<4>(most) * factors[j]);
                 const float shift = shift_of(most);
                 decay[h][j] = power_of_two(max[h][j] - shift);
                 has_moved = has_moved || most != max[h][j];
                 max[h][j] = most;
+                const float less = shift - Codec::WEIGHT_SHIFT;
 #pragma unroll
                 for (int n = 0; n < TILES; ++n)
 #pragma unroll
-                    for (int r = j; r < 4; r += 2) p[n][h][r] = power_of_two(p[n][h][r] - shift);
+                    for (int r = j; r < 4; r += 2)
+                        p[n][h][r] = power_of_two(multiply_add(p[n][h][r], factors[j], -less));
             }
+        }
         if (!lanes_where(has_moved)) return;
 #pragma unroll
         for (int h = 0; h < TILES_H; ++h) {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 sum[h][j] *= decay[h][j];
-                half_zero[h][j] *= decay[h][j];
+                of_middle[h][j] *= decay[h][j];
             }
 #pragma unroll
             for (int m = 0; m < STEPS; ++m)
@@ -299,11 +332,11 @@ struct WarpSums {
     // O^T += V^T P^T over the values in `stage`. `transpose_8x8` makes the layout of the scores,
     // keys down, that of B, keys across.
     INLINE void add_values(const Scores& p, const u8* stage) {
-        float weights[TILES_H][4] = {};
+        float surplus[TILES_H][4] = {};
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
-            float scales[2], halves[2];
-            load_scales(scales, halves, stage, n);
+            float scales[2], middles[2];
+            load_scales(scales, middles, stage, n);
             u32 p_pairs[TILES_H][2];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -313,8 +346,8 @@ struct WarpSums {
                     sum[h][0] += low;
                     sum[h][1] += high;
                     if (Codec::HAS_ZERO) {
-                        half_zero[h][0] += low * halves[r];
-                        half_zero[h][1] += high * halves[r];
+                        of_middle[h][0] += low * middles[r];
+                        of_middle[h][1] += high * middles[r];
                     }
                     p_pairs[h][r] = transpose_8x8(Codec::HAS_SCALE
                                                       ? pack_bf16(low * scales[r], high * scales[r])
@@ -342,27 +375,25 @@ struct WarpSums {
                         mma(acc[h][w * FRAGMENTS + m], a[m][0], a[m][1], a[m][2], a[m][3],
                             p_pairs[h][0], p_pairs[h][1]);
             }
-            if (Codec::VALUE_OFFSET != 0) {
+            if (Codec::SURPLUS_X != 0) {
 #pragma unroll
                 for (int h = 0; h < TILES_H; ++h)
-                    mma(weights[h], BF16_ONES, BF16_ONES, BF16_ONES, BF16_ONES, p_pairs[h][0],
-                        p_pairs[h][1]);
+                    mma(surplus[h], Codec::SURPLUS_X, Codec::SURPLUS_Y, Codec::SURPLUS_X,
+                        Codec::SURPLUS_Y, p_pairs[h][0], p_pairs[h][1]);
             }
         }
-        if (Codec::VALUE_OFFSET != 0) drop_offset(weights);
+        if (Codec::SURPLUS_X != 0) drop_surplus(surplus);
     }
 
-    // The slice's surplus, its sum of weights for each, leaves before the next one: sums over many
-    // slices would lose what cancels.
-    INLINE void drop_offset(const float (&weights)[TILES_H][4]) {
+    // The slice's surplus leaves before the next one: sums over many slices would lose what
+    // cancels.
+    INLINE void drop_surplus(const float (&surplus)[TILES_H][4]) {
 #pragma unroll
         for (int h = 0; h < TILES_H; ++h)
 #pragma unroll
             for (int m = 0; m < STEPS; ++m)
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    acc[h][m][j] =
-                        multiply_add(-Codec::VALUE_OFFSET, weights[h][j], acc[h][m][j]);
+                for (int j = 0; j < 4; ++j) acc[h][m][j] -= surplus[h][j];
     }
 
     // Value n of a lane's 2 * STEPS channels of a head: fragment and half (x or y), in the order in
@@ -389,19 +420,22 @@ struct WarpSums {
                     float v[VALUES];
 #pragma unroll
                     for (int n = 0; n < VALUES; ++n)
-                        v[n] = Codec::VALUE_FACTOR * acc[h][fragment_of(i * VALUES + n)]
-                                                        [2 * half_of(i * VALUES + n) + j];
+                        v[n] = Codec::value_factor(half_of(i * VALUES + n)) *
+                               acc[h][fragment_of(i * VALUES + n)]
+                                  [2 * half_of(i * VALUES + n) + j];
                     store_vector(rows + head * SUMS_ROW + (8 * i + g) * VALUES, v);
                 }
 #pragma unroll
                 for (int mask = 4; mask < WARP; mask *= 2) {
                     sum[h][j] += shuffle_xor(sum[h][j], mask);
-                    if (Codec::HAS_ZERO) half_zero[h][j] += shuffle_xor(half_zero[h][j], mask);
+                    if (Codec::HAS_ZERO) of_middle[h][j] += shuffle_xor(of_middle[h][j], mask);
                 }
                 if (g > 0) continue;
                 stats[head][0] = max[h][j];
-                stats[head][1] = sum[h][j];
-                stats[head][2] = 2.0f * half_zero[h][j];
+                const float factor = Codec::WEIGHT_SHIFT == 0 ? 1.0f : 0x1p-64f;
+                static_assert(Codec::WEIGHT_SHIFT == 0 || Codec::WEIGHT_SHIFT == 64, "as above");
+                stats[head][1] = factor * sum[h][j];
+                stats[head][2] = factor * of_middle[h][j];
             }
     }
 };
