@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from serve_overhead import ask, cpu_s, gaps_of_all, start_server, word_tokenizer
-from subten.bench.records import add_records, origin
+from serve_overhead import ask, cpu_s, gaps_of_all, run_part, start_server, word_tokenizer
+from subten.bench.records import origin
 from subten.bench.serving import percentile
 from subten.config import EngineConfig
 from subten.core import FinishReason
@@ -200,23 +198,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--scrape-s", type=float, default=0.0, help="0: no scrapes")
-    parser.add_argument("--record", type=Path, default=None, help="JSON list of records to update")
-    parser.add_argument(
-        "--part", choices=("engine", "server"), default=None, help=argparse.SUPPRESS
-    )
-    # The engine's process gets its socket as one more argument.
-    options, _ = parser.parse_known_args()
-    own = [arg for arg in sys.argv[1:] if arg not in ("--part", "engine", "server")]
-    if options.part == "engine":
-        return run_engine(options)
-    if options.part == "server":
-        return run_server(options, own)
-    record = measure(options, own)
-    record["command"] = " ".join(["python", "benchmarks/serve_jitter.py", *sys.argv[1:]])
-    print(json.dumps(record, indent=1))
-    if options.record is not None:
-        add_records(options.record, [record])
-    return None
+    run_part(parser, run_engine, run_server, measure)
 
 
 if __name__ == "__main__":

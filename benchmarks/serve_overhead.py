@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -357,6 +357,19 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--stream-rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    run_part(parser, run_engine, run_server, measure)
+
+
+def run_part(
+    parser: argparse.ArgumentParser,
+    run_engine: Callable[[argparse.Namespace], None],
+    run_server: Callable[[argparse.Namespace, Sequence[str]], None],
+    measure: Callable[[argparse.Namespace, Sequence[str]], dict[str, Any]],
+) -> None:
+    """Be the engine, the server, or who measures both, prints, and keeps the record if asked to.
+
+    The server and the engine are this script again, with the same arguments and `--part`.
+    """
     parser.add_argument("--record", type=Path, default=None, help="JSON list of records to update")
     parser.add_argument(
         "--part", choices=("engine", "server"), default=None, help=argparse.SUPPRESS
@@ -369,7 +382,8 @@ def main() -> None:
     if options.part == "server":
         return run_server(options, own)
     record = measure(options, own)
-    record["command"] = " ".join(["python", "benchmarks/serve_overhead.py", *sys.argv[1:]])
+    script = f"benchmarks/{Path(sys.argv[0]).name}"
+    record["command"] = " ".join(["python", script, *sys.argv[1:]])
     print(json.dumps(record, indent=1))
     if options.record is not None:
         add_records(options.record, [record])

@@ -64,7 +64,7 @@ def read_layers(
 
 def embed(model: Decoder, id_T: torch.Tensor) -> torch.Tensor:
     """The residual stream of a window before the first layer, float32."""
-    return F.embedding(id_T, model.embedding_VD).float()
+    return model.ops.embed(id_T, model.embedding_VD)  # type: ignore[no-any-return]
 
 
 @torch.inference_mode()
