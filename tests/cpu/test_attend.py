@@ -153,17 +153,20 @@ def make_scene(
 def dense(scene: Scene, q_THD: torch.Tensor, num_new: list[int]) -> torch.Tensor:
     """Attention in FP64 over decode(encode(rows)), token by token, head by head."""
 
-    def stored(x_NGD: torch.Tensor) -> torch.Tensor:
+    def stored(s: int) -> tuple[torch.Tensor, torch.Tensor]:
+        # Keys and values in one product and one call, as the twin has them: sums of another shape
+        # may round to another code.
         codec, rotation_DD = scene.fmt.codec, scene.rotation_DD
-        rows = x_NGD.reshape(-1, x_NGD.shape[-1])
-        rows = rows if rotation_DD is None else rows @ rotation_DD
+        x_N2GD = torch.stack([scene.keys[s], scene.values[s]], dim=1)
+        rows = (x_N2GD if rotation_DD is None else x_N2GD @ rotation_DD).flatten(0, 2)
         rows = codec.decode(*codec.encode(rows), scene.fmt.head_dim).double()
         rows = rows if rotation_DD is None else rows @ rotation_DD.double()
-        return rows.view(x_NGD.shape)
+        k_NGD, v_NGD = rows.view(x_N2GD.shape).unbind(1)
+        return k_NGD, v_NGD
 
     out_THD, token = torch.zeros(q_THD.shape, dtype=torch.float64, device=q_THD.device), 0
     for s, new in enumerate(num_new):
-        k_NGD, v_NGD = stored(scene.keys[s]), stored(scene.values[s])
+        k_NGD, v_NGD = stored(s)
         group = q_THD.shape[1] // k_NGD.shape[1]
         for position in range(scene.lengths[s] - new, scene.lengths[s]):
             for h in range(q_THD.shape[1]):
