@@ -222,6 +222,24 @@ def test_a_bad_token_leaves_the_others_alone(randn, generator):
     assert torch.equal(bad_TD[kept], good_TD[kept])
 
 
+@pytest.mark.usefixtures("kernels")
+def test_sums_below_the_normal_numbers(randn, generator):
+    """Codes are 2^-120 of their values, so sums of act, about 2^-21 here, are subnormal."""
+    ids_TK, (dim, hidden) = distinct_ids(generator, 9, 4, 2), SHAPES["fp8"]
+    case = Case(
+        randn,
+        ids_TK,
+        E=4,
+        D=dim,
+        hidden=hidden,
+        weight_format="fp8",
+        residual_dtype=torch.float32,
+    )
+    case.routing.h_TD.mul_(2.0**-10)
+    case.residual_TD.zero_()
+    case.check(case.run(PLANS[1]))
+
+
 @pytest.mark.parametrize("weight_format", ["fp8", "int4"])
 @pytest.mark.usefixtures("kernels")
 def test_codes_are_decoded_exactly(weight_format, device):
@@ -245,7 +263,8 @@ def test_codes_are_decoded_exactly(weight_format, device):
         assert not failed
     scale = torch.ones(len(byte), 1)
     expected = dequantize(byte, scale, weight_format)
-    assert torch.equal(pairs.view(torch.bfloat16).float(), expected)
+    unit = 2.0**120 if weight_format == "fp8" else 1.0
+    assert torch.equal(pairs.view(torch.bfloat16).float() * unit, expected)
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)

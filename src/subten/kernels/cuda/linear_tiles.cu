@@ -266,7 +266,8 @@ __global__ void __launch_bounds__(WARP* WARPS, 1)
             float y[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                y[i] = multiply_add(sum[i], around.factor[i], around.bias[i] + around.residual[i]);
+                y[i] = multiply_add(sum[i] * Format::UNIT, around.factor[i],
+                                    around.bias[i] + around.residual[i]);
             const i64 at = (i64)(first_token + t) * num_rows + row;
             if (row < num_rows && out_is_bf16)
                 *reinterpret_cast<uint2*>(reinterpret_cast<u16*>(out) + at) = {

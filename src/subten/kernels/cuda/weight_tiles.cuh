@@ -25,6 +25,7 @@
 struct Bf16Codes {
     static constexpr int CODES = 8, TOGETHER = 1;
     static constexpr bool HAS_ROW_SCALE = false, HAS_GROUP_SCALE = false;
+    static constexpr float UNIT = 1;
 
     static INLINE void pairs(u32 (&pair)[4], const uint4& v, int) {
         pair[0] = v.x, pair[1] = v.y, pair[2] = v.z, pair[3] = v.w;
@@ -32,15 +33,15 @@ struct Bf16Codes {
 };
 
 // E4M3, C = 16: exponent and mantissa of a code, shifted into those of a bf16, are 2^-120 of its
-// value, subnormals included. Two codes take four instructions, exact: bytes made 16 bits wide with
-// their sign, so that one shift and one mask leave the sign on top.
+// value, subnormals included. So are the sums, which in float32 end at 2^-29 of a code's 1. Two codes
+// take three instructions: bytes made 16 bits wide with their sign, so that one shift and one mask
+// leave the sign on top.
 struct Fp8Codes {
     static constexpr int CODES = 16, TOGETHER = 1;
     static constexpr bool HAS_ROW_SCALE = true, HAS_GROUP_SCALE = false;
+    static constexpr float UNIT = 0x1p120f;
 
-    static INLINE u32 value(u32 wide) {
-        return multiply_add_bf16x2(wide << 4 & 0x87f087f0u, 0x7b807b80u, 0x80008000u);  // * 2^120 - 0
-    }
+    static INLINE u32 value(u32 wide) { return wide << 4 & 0x87f087f0u; }
 
     static INLINE void pairs(u32 (&pair)[4], const uint4& v, int unit) {
         const u32 first = unit == 0 ? v.x : v.z, second = unit == 0 ? v.y : v.w;
@@ -56,6 +57,7 @@ struct Fp8Codes {
 struct Int4Codes {
     static constexpr int CODES = 32, TOGETHER = 2;
     static constexpr bool HAS_ROW_SCALE = false, HAS_GROUP_SCALE = true;
+    static constexpr float UNIT = 1;
 
     static INLINE void pairs(u32 (&pair)[4], const uint4& v, int unit) {
         const u32 word = unit == 0 ? v.x : unit == 1 ? v.y : unit == 2 ? v.z : v.w;
@@ -110,7 +112,7 @@ struct Cursor {
     }
 };
 
-// Sums of a warp's 32 rows and up to 8 * NT columns.
+// Sums of a warp's 32 rows and up to 8 * NT columns, to be multiplied by UNIT of the format.
 template <class Format, int NT>
 struct Sums {
     static constexpr int UNITS = Format::CODES / 8;        // of a lane in a block
