@@ -170,7 +170,7 @@ def test_all_tokens_to_the_last_expert(randn, weight_format, num_tokens):
 @pytest.mark.parametrize(("plan", "num_sms"), [(PLANS[1], 1), (PLANS[3], 5), (LARGE, 2)], ids=str)
 @pytest.mark.usefixtures("kernels", "poisoned")
 def test_blocks_walk_over_items(monkeypatch, randn, generator, weight_format, plan, num_sms):
-    """The bits of a block for each item, whoever takes it and whatever came before."""
+    """The bits of a block for each item, whoever takes it, and whatever it asks for early."""
     dim, hidden = SHAPES[weight_format]
     case = Case(
         randn,
@@ -183,6 +183,8 @@ def test_blocks_walk_over_items(monkeypatch, randn, generator, weight_format, pl
     )
     expected_TD = case.run(plan)
     monkeypatch.setattr(cuda_grouped, "NUM_SMS", num_sms)
+    monkeypatch.setattr(cuda_grouped, "MAX_EARLY_BYTES", 2**18)
+    monkeypatch.setattr(cuda_grouped, "MAX_EARLY_LOAD", 26)
     assert torch.equal(case.run(plan), expected_TD)
     case.check(expected_TD)
 

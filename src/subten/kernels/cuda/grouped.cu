@@ -195,10 +195,18 @@ template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS>
 __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_up_kernel(const u8* codes, const void* scale, const u16* h, const int* start,
                       const int* order, u16* act, int num_experts, int top_k, int dim,
-                      int hidden) {
+                      int hidden, int early_bytes) {
     DYNAMIC_SHARED(dynamic_shared);
     using Tokens = Product<Format, NT, WARPS, DEPTH>;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
+    // While experts are chosen, and nothing else reads memory: where each will have tokens, these
+    // are about the rows that the first items take.
+    if (early_bytes > 0) {
+        const int e = blockIdx.x % num_experts, part = blockIdx.x / num_experts;
+        const int feature = (part * WARPS + warp) * 16 + lane % 16;
+        const i64 row = (i64)e * 2 * hidden + feature + lane / 16 * hidden;
+        if (feature < hidden) fetch_to_l2(codes + row * (dim / Format::CODES * 16), early_bytes);
+    }
     wait_for_previous_kernels();
     // Only now: `grouped_down_kernel` reads the starts before it waits for this kernel, and they
     // are final once a block of this kernel has got past its own wait.

@@ -23,6 +23,12 @@ UP_ROWS = 16
 DOWN_ROWS = 32
 """Rows of a warp of `down`."""
 
+MAX_EARLY_BYTES = 0
+"""Of weights that `up` asks for before it knows the experts, so that L2 holds them."""
+
+MAX_EARLY_LOAD = 4
+"""Tokens an expert up to which it does; from 1.5 on three of four experts have one."""
+
 NUM_STAGES = 3
 """Stages of tokens in shared memory: `NUM_STAGES` of grouped.cu."""
 
@@ -149,10 +155,15 @@ def launch_up(
     num_assignments, device = num_tokens * top_k, routing.h_TD.device
     plan = plan or plan_grouped(dim, num_assignments, num_experts, gate_up.format)
     act_AF = torch.empty(num_assignments, hidden, dtype=torch.bfloat16, device=device)
+    num_blocks = _num_blocks(num_assignments, num_experts, hidden, UP_ROWS, plan)
+    early_bytes = 0
+    if pdl and 3 * num_experts <= 2 * num_assignments <= 2 * MAX_EARLY_LOAD * num_experts:
+        each = MAX_EARLY_BYTES // (num_blocks * 32 * plan.warps)
+        early_bytes = min(each // 64 * 64, dim // FORMATS[gate_up.format].codes * 16)
     runtime.launch(
         "grouped.cu",
         kernel_name("grouped_up_kernel", gate_up.format, plan),
-        (_num_blocks(num_assignments, num_experts, hidden, UP_ROWS, plan),),
+        (num_blocks,),
         32 * plan.warps,
         (
             gate_up.codes,
@@ -165,6 +176,7 @@ def launch_up(
             top_k,
             dim,
             hidden,
+            early_bytes,
         ),
         device=device,
         shared_bytes=plan.shared_bytes(FORMATS[gate_up.format], num_experts),
