@@ -120,17 +120,9 @@ struct Product : Sums<Format, NT> {
     }
 
     INLINE void run(Cursor<Format>& cursor, int num_columns) {
-        this->clear();
-        run_as<Sums<Format, NT>::SIDE>(cursor, (num_columns + 7) / 8);
-    }
-
-    // Each number of tiles has its own loop, without a question between its products.
-    template <int TILES>
-    INLINE void run_as(Cursor<Format>& cursor, int num_tiles) {
-        if constexpr (TILES < NT)
-            if (num_tiles > TILES)
-                return run_as<TILES + Sums<Format, NT>::SIDE>(cursor, num_tiles);
         const int lane = thread % WARP, num_chunks = (num_blocks + DEPTH - 1) / DEPTH;
+        this->clear();
+        const int num_tiles = (num_columns + 7) / 8;
         const u8* own = stages + lane / 4 * ROW_BYTES + lane % 4 * 16;
         int stage = 0;
         for (int chunk = 0; chunk < num_chunks; ++chunk) {
@@ -142,7 +134,7 @@ struct Product : Sums<Format, NT> {
 #pragma unroll
             for (int s = 0; s < DEPTH; ++s) {
                 if (s >= left) break;
-                this->template multiply<TILES>(ring[s], own + stage + s * BLOCK_BYTES, ROW_BYTES);
+                this->multiply(ring[s], own + stage + s * BLOCK_BYTES, ROW_BYTES, num_tiles);
                 if (s + DEPTH < left) cursor.load(ring[s]);
             }
             stage = stage < (NUM_STAGES - 1) * STAGE_BYTES ? stage + STAGE_BYTES : 0;

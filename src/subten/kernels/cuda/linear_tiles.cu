@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(WARP* WARPS, 1)
 #pragma unroll
             for (int s = 0; s < DEPTH; ++s) {
                 if (first + s < own_blocks)
-                    sums.multiply(ring[s], own_x + (first + s) * BLOCK_BYTES, row_bytes);
+                    sums.multiply(ring[s], own_x + (first + s) * BLOCK_BYTES, row_bytes, num_tiles);
                 const bool is_last = first + DEPTH >= own_blocks;
                 if (is_last ? has_next && s < own_blocks : first + DEPTH + s < own_blocks)
                     load(ring[s]);

@@ -136,9 +136,9 @@ struct Sums {
         return u / (4 * UNITS) * BLOCK_BYTES + in_block % UNITS * 64 + in_block / UNITS * 16;
     }
 
-    // x: of column g at unit t; TILES of 8 columns, whole sides.
-    template <int TILES = NT>
-    INLINE void multiply(const Block<Format>& block, const u8* x, int row_bytes) {
+    // x: of column g at unit t.
+    INLINE void multiply(const Block<Format>& block, const u8* x, int row_bytes,
+                         int num_tiles) {
         constexpr int TOGETHER = Format::TOGETHER;
 #pragma unroll
         for (int first = 0; first < UNITS; first += TOGETHER) {
@@ -148,7 +148,8 @@ struct Sums {
                 Format::pairs(pair[j / 4][j / 2 % 2][j % 2], block.codes[j / 2 % 2][j % 2],
                               first + j / 4);
 #pragma unroll
-            for (int n = 0; n < TILES; n += SIDE) {
+            for (int n = 0; n < NT; n += SIDE) {
+                if (n > 0 && n >= num_tiles) break;
                 uint4 b[SIDE][TOGETHER];
 #pragma unroll
                 for (int i = 0; i < SIDE * TOGETHER; ++i)
