@@ -114,7 +114,8 @@ MEASURED: Mapping[tuple[int, int, str], tuple[int, int, int, int]] = {
 
 The matrices of qwen3-30b-a3b and mixtral-8x7b: qkv, output, head, and gate and up of the chosen
 experts, within a chain of a layer's kernels, cold L2, on an H200:
-`benchmarks/gemv_bench.py --chain --plans all`, benchmarks/plans/h200-gemv-plans.json.
+`benchmarks/gemv_bench.py --chain --plans all`, benchmarks/plans/h200-gemv-plans.json; the output
+of qwen3-30b-a3b with attention in the chain too, benchmarks/plans/h200-layer-plans.json.
 """
 
 
