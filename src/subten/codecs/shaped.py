@@ -56,7 +56,7 @@ WIDTHS = (2, 3, 4)
 BIAS = 128
 """Norms from 2^-8 to 2^7.9."""
 
-COEFFICIENTS = {2: (1.01175, 0.0574407), 3: (0.48836, 0.0120003), 4: (0.24286, 0.002118)}
+COEFFICIENTS = {2: (1.01175, 0.0574407), 3: (0.48836, 0.0120003), 4: (0.24228, 0.002127)}
 """a and b of the levels of each width, before they are rounded to BF16."""
 
 THRESHOLDS = {
@@ -449,7 +449,7 @@ def shaped_level(code: tl.tensor, BITS: tl.constexpr) -> Any:
     else:
         tl.static_assert(BITS == 4)
         t -= 7.5
-        level = t * (0.24286 + 0.002118 * (t * t))
+        level = t * (0.24228 + 0.002127 * (t * t))
     return level
 
 

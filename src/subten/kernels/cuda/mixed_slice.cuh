@@ -1,0 +1,410 @@
+// What a warp does with a page of an adaptive cache: scores, exact rows, positions, values.
+//
+// Letters as in attend_mixed.cu. Lane = 4 * g + t, as in `mma`.
+#ifndef SUBTEN_MIXED_SLICE_CUH
+#define SUBTEN_MIXED_SLICE_CUH
+
+#include "attend_slice.cuh"
+
+// Numbers of bf16 twice.
+#define TWICE(bits) (0x00010001u * (bits))
+
+// Levels of keys, t (a + b t^2) for a code of t + (2^BITS - 1) / 2, as BF16 (codecs/shaped.py). With
+// t / 64 exact in bf16 the product of t / 64 and a' + b' (t / 64)^2, both rounded, is the level.
+template <int BITS>
+struct KeyLevels;
+template <>
+struct KeyLevels<4> {
+    static constexpr u32 MASK = 15, MIDDLE = TWICE(0xbdf0), A = TWICE(0x4178), B = TWICE(0x440c);
+};
+template <>
+struct KeyLevels<3> {
+    static constexpr u32 MASK = 7, MIDDLE = TWICE(0xbd60), A = TWICE(0x41fa), B = TWICE(0x4540);
+};
+template <>
+struct KeyLevels<2> {
+    static constexpr u32 MASK = 3, MIDDLE = TWICE(0xbcc0), A = TWICE(0x4281), B = TWICE(0x466b);
+};
+
+// Bytes of a page's planes, and where they lie in a stage of the ring: K with one row of the table
+// of positions, or V with its fine plane. A stage ends in a barrier and a word for the consumer.
+template <int BITS, int DIM>
+struct MixedPart {
+    static constexpr int ROW = DIM / 4, LOW = PAGE_KEYS * ROW;
+    static constexpr int HIGH_ROW = BITS == 4 ? ROW : BITS == 3 ? ROW / 2 : 0;
+    static constexpr int K_NORMS = LOW + PAGE_KEYS * HIGH_ROW, K_BYTES = K_NORMS + PAGE_KEYS;
+    static constexpr int V_NORMS = LOW, BASE_BYTES = LOW + PAGE_KEYS, FINE_BYTES = LOW;
+    static constexpr int TABLE_ROW = K_BYTES, TABLE_BYTES = 4 * DIM;
+    static constexpr int K_END = TABLE_ROW + TABLE_BYTES, V_END = BASE_BYTES + FINE_BYTES;
+    static constexpr int BARRIER = K_END > V_END ? K_END : V_END;
+    static constexpr int STAGE = BARRIER + 16;
+    static_assert(BARRIER % 16 == 0 && K_BYTES % 16 == 0 && BASE_BYTES % 16 == 0, "bulk copies");
+
+    static INLINE u64* barrier_of(u8* stage) { return reinterpret_cast<u64*>(stage + BARRIER); }
+    static INLINE int* note_of(u8* stage) { return reinterpret_cast<int*>(stage + BARRIER + 8); }
+};
+
+// Sums of values lie in the order of int2's codes, and count as its do.
+struct KvMixed : KvInt2 {
+    static constexpr bool KEYS_ARE_BYTES = false;
+    static constexpr float QUERY_FACTOR = 1;
+
+    // Quarter p of a word's channels is step p % 2 * 2 + p / 2 of its four: bytes 0 and 2, then 1
+    // and 3.
+    static INLINE int key_step(int channel, int word, int dim) {
+        const int quarter = channel / (dim / 4);
+        return 4 * word + quarter % 2 * 2 + quarter / 2;
+    }
+    static INLINE int key_slot(int channel, int) { return channel % 2 * 2 + channel % 4 / 2; }
+};
+
+// The rows of one sequence and KV head that are read exactly: keys below `num_sinks`, and those from
+// `first_near` to `num_keys` - 1, row `base` + key % `cap` of `recent`. Strides count bf16.
+struct ExactRows {
+    const u16 *sinks, *recent;
+    i64 sink_values, recent_stride;
+    int num_sinks, first_near, num_keys, base, cap;
+
+    INLINE bool has(int key) const {
+        return key < num_sinks || (key >= first_near && key < num_keys);
+    }
+    INLINE bool are_in(int first, int count) const {
+        return first < num_sinks || first + count > first_near;
+    }
+    // Of a key that it has.
+    template <int DIM>
+    INLINE const u16* row(int key, bool is_value) const {
+        if (key < num_sinks) return sinks + (is_value ? sink_values : 0) + key * DIM;
+        return recent + (base + key % cap) * recent_stride + (is_value ? DIM : 0);
+    }
+};
+
+template <int BITS, int DIM>
+struct MixedSums : WarpSums<KvMixed, DIM, 1> {
+    using Base = WarpSums<KvMixed, DIM, 1>;
+    using P = MixedPart<BITS, DIM>;
+    using Levels = KeyLevels<BITS>;
+    using typename Base::Scores;
+    using Base::acc, Base::g, Base::t, Base::key_g, Base::k_at, Base::max, Base::q_pairs, Base::sum,
+        Base::v_at, Base::v_next;
+    static constexpr int STEPS = Base::STEPS, TILES = Base::TILES, FRAGMENTS = Base::FRAGMENTS;
+    static constexpr int WORDS = Base::KeyShare::WORDS, UNIT = Base::KeyShare::UNIT;
+    // Neighbouring channels of V that a lane holds in each quarter.
+    static constexpr int V_UNIT = DIM / 32;
+    static_assert(TILES == 4 && FRAGMENTS == STEPS && Base::ValueShare::WORDS == 1, "a whole page");
+
+    INLINE MixedSums(int lane, const u16* q_places, const QueryFacts<8>& of_queries)
+        : Base(lane, q_places, of_queries) {}
+
+    // Norms of this lane's keys, key_g + 4 n + 2 r, from their bytes (codecs/norm_byte.py).
+    template <int BIAS>
+    INLINE void load_norms(float (&norms)[TILES][2], const u8* bytes) const {
+        u32 words[4];
+        load_words<16>(words, bytes + key_g / 16 * 16);
+#pragma unroll
+        for (int n = 0; n < TILES; ++n)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float byte = float_of_byte(words[n] >> key_g % 2 * 8, 2 * r);
+                const float power = multiply_add(byte, 0.0625f, -(FLOAT_OF_BYTE + 1 + BIAS) / 16);
+                norms[n][r] = byte == FLOAT_OF_BYTE ? 0.0f : power_of_two(power);
+            }
+    }
+
+    // Nibble j has the code of byte j / 2, of quarter q or, where j is odd, q + 2; bits above the
+    // code may be anything.
+    static INLINE u32 nibbles(u32 low, u32 high, int q) {
+        if (BITS == 2) return q ? low >> 2 : low;
+        if (q) return (low >> 2 & 0x33333333u) | (high & 0xccccccccu);
+        return (low & 0x33333333u) | (high << 2 & 0xccccccccu);
+    }
+
+    // Levels of nibbles i and i + 4.
+    static INLINE u32 levels(u32 w, int i) {
+        const u32 alone = (i < 2 ? w : w >> 8) & TWICE(Levels::MASK) << i % 2 * 4;
+        // A nibble alone in a bf16 is 2^-133 of its code, or 2^-129.
+        const u32 factor = i % 2 ? TWICE(0x7d00) : TWICE(0x7f00);
+        const u32 part = multiply_add_bf16x2(alone, factor, Levels::MIDDLE);
+        const u32 square = multiply_bf16x2(part, part);
+        return multiply_bf16x2(part, multiply_add_bf16x2(square, Levels::B, Levels::A));
+    }
+
+    INLINE void load_codes(u32 (&low)[WORDS], u32 (&high)[WORDS], const u8* stage, int row) const {
+        load_words<UNIT>(low, stage + k_at + row * P::ROW);
+        if (BITS == 4) load_words<UNIT>(high, stage + P::LOW + k_at + row * P::ROW);
+        if (BITS == 3) {
+            // Byte i has the high bits of bytes i and i + D / 8 of the low plane, side by side.
+            const int at = P::LOW + (key_g + row) * P::HIGH_ROW + t % 2 * UNIT;
+            load_words<UNIT>(high, stage + at);
+#pragma unroll
+            for (int w = 0; w < WORDS; ++w) high[w] >>= t / 2;
+        }
+    }
+
+    // Scores of the keys in `stage` from their codes. Two tiles at once: their sums do not wait for
+    // each other.
+    INLINE void score(Scores& p, const u8* stage) const {
+#pragma unroll
+        for (int first = 0; first < TILES; first += 2) {
+            u32 low[2][2][WORDS], high[2][2][WORDS];
+#pragma unroll
+            for (int b = 0; b < 2; ++b)
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    load_codes(low[b][r], high[b][r], stage, 4 * (first + b) + 2 * r);
+                    p[first + b][0][2 * r] = p[first + b][0][2 * r + 1] = 0;
+                }
+#pragma unroll
+            for (int w = 0; w < WORDS; ++w)
+#pragma unroll
+                for (int q = 0; q < 2; ++q) {
+                    u32 codes[2][2];
+#pragma unroll
+                    for (int b = 0; b < 2; ++b)
+#pragma unroll
+                        for (int r = 0; r < 2; ++r)
+                            codes[b][r] = nibbles(low[b][r][w], high[b][r][w], q);
+#pragma unroll
+                    for (int h = 0; h < 2; ++h)
+#pragma unroll
+                        for (int b = 0; b < 2; ++b) {
+                            const u32(&pair)[2] = q_pairs[0][4 * w + 2 * q + h];
+                            mma(p[first + b][0], levels(codes[b][0], h), levels(codes[b][1], h),
+                                levels(codes[b][0], h + 2), levels(codes[b][1], h + 2), pair[0],
+                                pair[1]);
+                        }
+                }
+        }
+        float norms[TILES][2];
+        load_norms<128>(norms, stage + P::K_NORMS);
+#pragma unroll
+        for (int n = 0; n < TILES; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) p[n][0][i] *= norms[n][i / 2];
+    }
+
+    // Scores of keys of the page from `first` on that are exact, in place of those of codes.
+    INLINE void score_exact(Scores& p, const ExactRows& exact, int first) const {
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+            bool has[2];
+            u32 words[2][4][UNIT / 2] = {};
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int key = first + key_g + 4 * n + 2 * r;
+                has[r] = exact.has(key);
+                if (!has[r]) continue;
+                const u16* row = exact.row<DIM>(key, false) + t * UNIT;
+#pragma unroll
+                for (int quarter = 0; quarter < 4; ++quarter)
+                    load_exact(words[r][quarter], row + quarter * (DIM / 4));
+            }
+            float s[4] = {};
+#pragma unroll
+            for (int w = 0; w < WORDS; ++w)
+#pragma unroll
+                for (int quarter = 0; quarter < 4; ++quarter) {
+                    const u32(&pair)[2] = q_pairs[0][4 * w + quarter % 2 * 2 + quarter / 2];
+                    u32 a[2][2];
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) {
+                        const u32(&of)[UNIT / 2] = words[r][quarter];
+                        a[r][0] = low_halves(of[2 * w], of[2 * w + 1]);
+                        a[r][1] = high_halves(of[2 * w], of[2 * w + 1]);
+                    }
+                    mma(s, a[0][0], a[1][0], a[0][1], a[1][1], pair[0], pair[1]);
+                }
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (has[i / 2]) p[n][0][i] = s[i];
+        }
+    }
+
+    // Adds what positions do: with n = n0 + r, n0 the page's first key, and a pair of columns a, b
+    //   a cos(n w) + b sin(n w) = (a c + b s) cos(r w) + (b c - a s) sin(r w),
+    // c and s those of n0 w, in `row`. `coefs` are the head's, and `fragments` the lane's, 1024
+    // bytes apart: cosines and sines of r w as A fragments.
+    INLINE void add_positions(Scores& p, const float* row, const float* coefs,
+                              const u8* fragments) const {
+#pragma unroll
+        for (int u = 0; u < DIM / 32; ++u) {
+            const int pair = 16 * u + 4 * t;
+            float c[4], s[4], a[4], b[4], x[4], y[4];
+            load_vector(c, row + pair);
+            load_vector(s, row + DIM / 2 + pair);
+            load_vector(a, coefs + pair);
+            load_vector(b, coefs + DIM / 2 + pair);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                x[i] = multiply_add(a[i], c[i], b[i] * s[i]);
+                y[i] = multiply_add(b[i], c[i], -(a[i] * s[i]));
+            }
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const u32 cosines = pack_half(x[2 * e], x[2 * e + 1]);
+                const u32 sines = pack_half(y[2 * e], y[2 * e + 1]);
+#pragma unroll
+                for (int n = 0; n < TILES; ++n) {
+                    u32 a4[4];
+                    load_words<16>(a4, fragments + (n * STEPS + 2 * u + e) * 1024);
+                    mma_half(p[n][0], a4[0], a4[1], a4[2], a4[3], cosines, sines);
+                }
+            }
+        }
+    }
+
+    // Weights of a page as B fragments, those of exact rows 0; `of_page` gets their sums, of this
+    // lane's keys alone.
+    INLINE void weigh_values(u32 (&pairs)[TILES][2], float (&of_page)[2], const Scores& p,
+                             const u8* stage, const ExactRows& exact, int first, bool is_near) {
+        float norms[TILES][2];
+        load_norms<208>(norms, stage + P::V_NORMS);
+#pragma unroll
+        for (int n = 0; n < TILES; ++n)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float low = p[n][0][2 * r], high = p[n][0][2 * r + 1];
+                of_page[0] += low;
+                of_page[1] += high;
+                // A weight that is NaN must not reach the planes' sums of other rows by 0 * NaN.
+                const bool is_exact = is_near && exact.has(first + key_g + 4 * n + 2 * r);
+                const float norm = norms[n][r];
+                pairs[n][r] =
+                    transpose_8x8(is_exact ? 0u : pack_bf16(low * norm, high * norm));
+            }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) sum[0][j] += of_page[j];
+    }
+
+    INLINE void load_values(u32 (&rows)[4], const u8* plane, int n) const {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const int on = (4 * n + r / 2 * 2) * P::ROW + (r % 2 ? v_next : 0);
+            load_words<V_UNIT>(rows + r, plane + v_at + on);
+        }
+    }
+
+    // O^T += V^T P^T of values at 2 bits.
+    INLINE void add_base(const u32 (&pairs)[TILES][2], const u8* stage) {
+        float surplus[1][4] = {};
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+            u32 rows[4], a[FRAGMENTS][4];
+            load_values(rows, stage, n);
+            const u32 ab[2] = {low_halves(rows[0], rows[1]), high_halves(rows[0], rows[1])};
+            const u32 cd[2] = {low_halves(rows[2], rows[3]), high_halves(rows[2], rows[3])};
+            KvMixed::value_pairs(a, ab, cd);
+#pragma unroll
+            for (int m = 0; m < FRAGMENTS; ++m)
+                mma(acc[0][m], a[m][0], a[m][1], a[m][2], a[m][3], pairs[n][0], pairs[n][1]);
+            mma(surplus[0], KvMixed::SURPLUS_X, KvMixed::SURPLUS_Y, KvMixed::SURPLUS_X,
+                KvMixed::SURPLUS_Y, pairs[n][0], pairs[n][1]);
+        }
+        Base::drop_surplus(surplus);
+    }
+
+    // The same of values at 4 bits. `table` has, 256 bytes apart, for each pair of codes
+    // `fine | base << 2`, that of the first key in the lower four bits, both levels / 256; each
+    // lane reads a copy of its own, `own` bytes on.
+    INLINE void add_fine(const u32 (&pairs)[TILES][2], const u8* stage, const u8* table, u32 own) {
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+            u32 base[4], fine[4];
+            load_values(base, stage, n);
+            load_values(fine, stage + P::BASE_BYTES, n);
+            u32 codes[2][2][2];  // keys a and b, or c and d; quarter q; q or q + 2
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+#pragma unroll
+                for (int q = 0; q < 2; ++q) {
+                    const u32 first = fine_nibbles(base[2 * k], fine[2 * k], q);
+                    const u32 second = fine_nibbles(base[2 * k + 1], fine[2 * k + 1], q);
+                    codes[k][q][0] = (first & 0x0f0f0f0fu) | (second << 4 & 0xf0f0f0f0u);
+                    codes[k][q][1] = (first >> 4 & 0x0f0f0f0fu) | (second & 0xf0f0f0f0u);
+                }
+#pragma unroll
+            for (int m = 0; m < FRAGMENTS; ++m) {
+                const int byte = m % V_UNIT, q = m / V_UNIT;
+                u32 a[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const u32 at = byte_and_below(codes[i / 2][q][i % 2], byte, own);
+                    a[i] = *reinterpret_cast<const u32*>(table + at);
+                }
+                mma(acc[0][m], a[0], a[1], a[2], a[3], pairs[n][0], pairs[n][1]);
+            }
+        }
+    }
+
+    static INLINE u32 fine_nibbles(u32 base, u32 fine, int q) {
+        if (q) return (fine >> 2 & 0x33333333u) | (base & 0xccccccccu);
+        return (fine & 0x33333333u) | (base << 2 & 0xccccccccu);
+    }
+
+    // The same of exact rows of the page from `first` on.
+    INLINE void add_exact(const Scores& p, const ExactRows& exact, int first) {
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+            u32 words[4][4][V_UNIT / 2] = {};
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                const int odd = (t ^ r) & 1;
+                const int key = first + 16 * t + odd + 4 * n + r / 2 * 2;
+                if (!exact.has(key)) continue;
+                const u16* row = exact.row<DIM>(key, true) + g * V_UNIT;
+#pragma unroll
+                for (int quarter = 0; quarter < 4; ++quarter)
+                    load_exact(words[r][quarter], row + quarter * (DIM / 4));
+            }
+            u32 pairs[2];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const bool has = exact.has(first + key_g + 4 * n + 2 * r);
+                const float low = has ? p[n][0][2 * r] : 0.0f;
+                const float high = has ? p[n][0][2 * r + 1] : 0.0f;
+                pairs[r] = transpose_8x8(pack_bf16(low * 0x1p-8f, high * 0x1p-8f));
+            }
+#pragma unroll
+            for (int m = 0; m < FRAGMENTS; ++m) {
+                const int byte = m % V_UNIT, q = m / V_UNIT;
+                u32 a[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const u32 left = words[i / 2 * 2][q + i % 2 * 2][byte / 2];
+                    const u32 right = words[i / 2 * 2 + 1][q + i % 2 * 2][byte / 2];
+                    a[i] = byte % 2 ? high_halves(left, right) : low_halves(left, right);
+                }
+                mma(acc[0][m], a[0], a[1], a[2], a[3], pairs[0], pairs[1]);
+            }
+        }
+    }
+
+    // The logarithm of the page's sum of weights, of heads 2t and 2t+1, to `shares` of the page.
+    INLINE void put_share(float* shares, const float (&of_page)[2]) const {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            float weight = of_page[j];
+#pragma unroll
+            for (int mask = 4; mask < WARP; mask *= 2) weight += shuffle_xor(weight, mask);
+            if (g == 0) shares[2 * t + j] = max[0][j] + logarithm_of_two(weight);
+        }
+    }
+
+private:
+    template <int N>
+    static INLINE void load_exact(u32 (&words)[N], const u16* at) {
+        if constexpr (N == 4) {
+            const uint4 v = load_from_l2(reinterpret_cast<const uint4*>(at));
+            words[0] = v.x;
+            words[1] = v.y;
+            words[2] = v.z;
+            words[3] = v.w;
+        } else {
+#pragma unroll
+            for (int i = 0; i < N; ++i)
+                words[i] = load_from_l2(reinterpret_cast<const int*>(at) + i);
+        }
+    }
+};
+
+#endif
