@@ -61,13 +61,11 @@ struct BlockPlace {
     int tile, kv_head, split, token, first, end, num_slices, slices_each;
 };
 
-// Warps have left their rows of sums `ring_bytes` apart from the start of dynamic shared memory, and
-// max, sum and zero in `stats`. A warp a head from here on. Each split leaves the logarithm of
+// Warps have left their rows of sums in `rings`, `ring_bytes` apart, and max, sum and zero in `stats`. A warp a head from here on. Each split leaves the logarithm of
 // its sum of weights in `lse` [T, H, Z], if there is one.
 template <class Codec, class Sums, int DIM, bool POLLS>
-INLINE void finish_block(const AttendCall& call, const BlockPlace& place, int ring_bytes,
+INLINE void finish_block(const AttendCall& call, const BlockPlace& place, u8* rings, int ring_bytes,
                          float (&stats)[MAX_WARPS][Sums::HEADS][3], float* lse) {
-    DYNAMIC_SHARED(dynamic_shared);
     constexpr int VALUES = Sums::VALUES;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, num_warps = blockDim.x / WARP;
     const int group = call.group, split = place.split, num_slices = place.num_slices;
@@ -113,7 +111,7 @@ INLINE void finish_block(const AttendCall& call, const BlockPlace& place, int ri
         for (int i = 0; i < VALUES; ++i) v[i] = 0;
 #pragma unroll 4
         for (int w = 0; w < num_busy; ++w) {
-            const u8* other = dynamic_shared + w * ring_bytes;
+            const u8* other = rings + w * ring_bytes;
             const float* rows = reinterpret_cast<const float*>(other);
             const float weight = bits_float(shuffle_from(float_bits(own_weight), w));
             float row[VALUES];
@@ -143,7 +141,7 @@ INLINE void finish_block(const AttendCall& call, const BlockPlace& place, int ri
     // Heads split, split + num_used, ... are this block's: first a warp four rows of one of them,
     // then a warp a head.
     __syncthreads();  // the rings are idle again
-    float* of_fours = reinterpret_cast<float*>(dynamic_shared) + lane * VALUES;
+    float* of_fours = reinterpret_cast<float*>(rings) + lane * VALUES;
     const int num_fours = (num_used + FOUR - 1) / FOUR;
     const int num_merged = (group - split + num_used - 1) / num_used;
 #pragma unroll 1

@@ -19,7 +19,7 @@
 // in shared memory as A fragments in half precision: the error is that of TF32. At position n the
 // sum of two angles may differ by 2^-24 n from the table's, whose angles are rounded to FP32.
 //
-//   beside the rings:  256 rows of  | a pair of levels, 32 times | 128 bytes of A fragments |
+//   before the rings:  256 rows of  | a pair of levels, 32 times | 128 bytes of A fragments |
 //
 // Exact rows, few and in at most a few pages, are read straight from memory, after the wait.
 //
@@ -116,8 +116,10 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     launch_dependents();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, num_warps = blockDim.x / WARP;
     const int group = call.group, num_stages = call.num_stages;
-    u8* ring = dynamic_shared + warp * num_stages * P::STAGE;
-    u8* arena = dynamic_shared + num_warps * num_stages * P::STAGE;
+    // First, so that its address is a constant.
+    u8* const arena = dynamic_shared;
+    u8* const rings = dynamic_shared + 256 * ARENA_ROW;
+    u8* ring = rings + warp * num_stages * P::STAGE;
     const bool has_idle = (int)gridDim.x != call.num_kv_heads;
     int kv_head = blockIdx.x, tile = blockIdx.y, split = blockIdx.z;
     if (has_idle) {
@@ -330,7 +332,8 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     // The warps' sums, each in its own ring, which is idle now.
     own.finish(reinterpret_cast<float*>(ring), stats[warp]);
     const BlockPlace place{tile, kv_head, split, token, first, end, num_slices, slices_each};
-    finish_block<KvMixed, Sums, DIM, POLLS>(call, place, num_stages * P::STAGE, stats, mixed.lse);
+    finish_block<KvMixed, Sums, DIM, POLLS>(call, place, rings, num_stages * P::STAGE, stats,
+                                            mixed.lse);
 }
 
 template <int BITS, int DIM, bool HAS_TABLE, bool POLLS>

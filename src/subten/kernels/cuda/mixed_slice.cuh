@@ -75,7 +75,7 @@ struct ExactRows {
     template <int DIM>
     INLINE const u16* row(int key, bool is_value) const {
         if (key < num_sinks) return sinks + (is_value ? sink_values : 0) + key * DIM;
-        return recent + (base + key % cap) * recent_stride + (is_value ? DIM : 0);
+        return recent + (base + (u32)key % (u32)cap) * recent_stride + (is_value ? DIM : 0);
     }
 };
 
