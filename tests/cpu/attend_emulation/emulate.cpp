@@ -63,6 +63,7 @@ const std::map<std::string, Launch> kernels = {
     MIXES(2),
     MIXES(3),
     MIXES(4),
+    MIXED(4, 128, false, true),
     MIXED(4, 128, true, true),
     MIXED(3, 64, true, true),
 };
