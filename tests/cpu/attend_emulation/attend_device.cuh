@@ -141,7 +141,8 @@ inline u32 byte_and_below(u32 w, int byte, u32 below) {
     return (w >> 8 * byte & 255) << 8 | below;
 }
 #define FLOAT_OF_BYTE 8388608.0f
-inline float float_of_byte(u32 w, int byte) { return FLOAT_OF_BYTE + (w >> 8 * byte & 255); }
+inline u32 byte_selector(int byte) { return byte; }
+inline float float_of_byte(u32 w, u32 byte) { return FLOAT_OF_BYTE + (w >> 8 * byte & 255); }
 
 inline float half_value(u32 half) {
     const int exponent = half >> 10 & 31, fraction = half & 1023;

@@ -113,10 +113,14 @@ INLINE u32 byte_and_below(u32 w, int byte, u32 below) {
     return __byte_perm(w, below, 0x5504 | byte << 4);
 }
 
-// FLOAT_OF_BYTE plus byte `byte` of w: its low bits in the float's.
+// FLOAT_OF_BYTE plus a byte of w: its low bits in the float's. Not __byte_perm, which masks a
+// selector first.
 #define FLOAT_OF_BYTE 8388608.0f
-INLINE float float_of_byte(u32 w, int byte) {
-    return __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7440 | byte));
+INLINE u32 byte_selector(int byte) { return 0x7440u | byte; }
+INLINE float float_of_byte(u32 w, u32 selector) {
+    u32 bits;
+    asm("prmt.b32 %0, %1, 0x4b000000, %2;" : "=r"(bits) : "r"(w), "r"(selector));
+    return __uint_as_float(bits);
 }
 
 // Two floats rounded to half precision, `low` in the low half; and `mma` of such numbers.

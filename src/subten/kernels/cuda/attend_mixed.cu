@@ -84,7 +84,7 @@ INLINE void fill_angles(u8* arena, const float* table, int table_len) {
         u32 words[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int row = first_key<16>(g) + 4 * tile + i % 2 * 2;
+            const int row = key_of_row(g + i % 2 * 8) + 4 * tile;
             float v[2] = {};
             if (row < table_len) {
                 float factor[2];
@@ -308,7 +308,8 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
             own.add_positions(p, reinterpret_cast<const float*>(stage + P::TABLE_ROW), own_coefs,
                               fragments);
         give_back();
-        own.weigh(p, num_keys - first_key);
+        own.hide(p, num_keys - first_key);
+        own.weigh(p, PAGE_KEYS);
         wait_phase(P::barrier_of(stage), parity);
         u32 pairs[Sums::TILES][2];
         float of_page[2] = {};

@@ -26,6 +26,14 @@ struct KeyLevels<2> {
     static constexpr u32 MASK = 3, MIDDLE = TWICE(0xbcc0), A = TWICE(0x4281), B = TWICE(0x466b);
 };
 
+// Key of row 0 to 15 of tile 0, rows 2a, 2a+1, 2a+8 and 2a+9 four neighbours of quarter a of the page,
+// each quarter in an order of its own: so neither the rows of V that four lanes t read, nor those of
+// K of four lanes g, meet in a bank.
+INLINE int key_of_row(int row) {
+    const int quarter = row % 8 / 2;
+    return 16 * quarter + ((row % 2 + row / 8 * 2) ^ (quarter / 2 + quarter % 2 * 2));
+}
+
 // Bytes of a page's planes, and where they lie in a stage of the ring: K with one row of the table
 // of positions, or V with its fine plane. A stage ends in a barrier and a word for the consumer.
 template <int BITS, int DIM>
@@ -85,27 +93,51 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
     using P = MixedPart<BITS, DIM>;
     using Levels = KeyLevels<BITS>;
     using typename Base::Scores;
-    using Base::acc, Base::g, Base::t, Base::key_g, Base::k_at, Base::max, Base::q_pairs, Base::sum,
-        Base::v_at, Base::v_next;
+    using Base::acc, Base::g, Base::t, Base::max, Base::q_pairs, Base::sum;
     static constexpr int STEPS = Base::STEPS, TILES = Base::TILES, FRAGMENTS = Base::FRAGMENTS;
     static constexpr int WORDS = Base::KeyShare::WORDS, UNIT = Base::KeyShare::UNIT;
     // Neighbouring channels of V that a lane holds in each quarter.
     static constexpr int V_UNIT = DIM / 32;
     static_assert(TILES == 4 && FRAGMENTS == STEPS && Base::ValueShare::WORDS == 1, "a whole page");
 
-    INLINE MixedSums(int lane, const u16* q_places, const QueryFacts<8>& of_queries)
-        : Base(lane, q_places, of_queries) {}
+    // Of this lane's rows of S^T, g + 8 r of tile n: keys, `first_row_key` + 4 n + `turn` r; and
+    // where their norms lie in four bytes. Of its rows of V: bytes of a plane, those of tile 0.
+    int first_row_key, turn, v_at[4];
+    u32 norm_bytes[2];
 
-    // Norms of this lane's keys, key_g + 4 n + 2 r, from their bytes (codecs/norm_byte.py).
+    INLINE MixedSums(int lane, const u16* q_places, const QueryFacts<8>& of_queries)
+        : Base(lane, q_places, of_queries) {
+        first_row_key = key_of_row(g);
+        turn = key_of_row(g + 8) - first_row_key;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) norm_bytes[r] = byte_selector((first_row_key + turn * r) % 4);
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+            v_at[r] = key_of_row(2 * t + r % 2 + r / 2 * 8) * P::ROW + g * V_UNIT;
+    }
+
+    INLINE int key(int n, int r) const { return first_row_key + 4 * n + turn * r; }
+
+    // Hides keys of the page from `limit` on.
+    INLINE void hide(Scores& p, int limit) const {
+        if (limit >= PAGE_KEYS) return;
+#pragma unroll
+        for (int n = 0; n < TILES; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (key(n, i / 2) >= limit) p[n][0][i] = MINUS_INFINITY;
+    }
+
+    // Norms of this lane's keys from their bytes (codecs/norm_byte.py).
     template <int BIAS>
     INLINE void load_norms(float (&norms)[TILES][2], const u8* bytes) const {
         u32 words[4];
-        load_words<16>(words, bytes + key_g / 16 * 16);
+        load_words<16>(words, bytes + g / 2 * 16);
 #pragma unroll
         for (int n = 0; n < TILES; ++n)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const float byte = float_of_byte(words[n] >> key_g % 2 * 8, 2 * r);
+                const float byte = float_of_byte(words[n], norm_bytes[r]);
                 const float power = multiply_add(byte, 0.0625f, -(FLOAT_OF_BYTE + 1 + BIAS) / 16);
                 norms[n][r] = byte == FLOAT_OF_BYTE ? 0.0f : power_of_two(power);
             }
@@ -130,12 +162,11 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
     }
 
     INLINE void load_codes(u32 (&low)[WORDS], u32 (&high)[WORDS], const u8* stage, int row) const {
-        load_words<UNIT>(low, stage + k_at + row * P::ROW);
-        if (BITS == 4) load_words<UNIT>(high, stage + P::LOW + k_at + row * P::ROW);
+        load_words<UNIT>(low, stage + t * UNIT + row * P::ROW);
+        if (BITS == 4) load_words<UNIT>(high, stage + P::LOW + t * UNIT + row * P::ROW);
         if (BITS == 3) {
             // Byte i has the high bits of bytes i and i + D / 8 of the low plane, side by side.
-            const int at = P::LOW + (key_g + row) * P::HIGH_ROW + t % 2 * UNIT;
-            load_words<UNIT>(high, stage + at);
+            load_words<UNIT>(high, stage + P::LOW + t % 2 * UNIT + row * P::HIGH_ROW);
 #pragma unroll
             for (int w = 0; w < WORDS; ++w) high[w] >>= t / 2;
         }
@@ -151,7 +182,7 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
             for (int b = 0; b < 2; ++b)
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    load_codes(low[b][r], high[b][r], stage, 4 * (first + b) + 2 * r);
+                    load_codes(low[b][r], high[b][r], stage, key(first + b, r));
                     p[first + b][0][2 * r] = p[first + b][0][2 * r + 1] = 0;
                 }
 #pragma unroll
@@ -191,10 +222,9 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
             u32 words[2][4][UNIT / 2] = {};
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const int key = first + key_g + 4 * n + 2 * r;
-                has[r] = exact.has(key);
+                has[r] = exact.has(first + key(n, r));
                 if (!has[r]) continue;
-                const u16* row = exact.row<DIM>(key, false) + t * UNIT;
+                const u16* row = exact.row<DIM>(first + key(n, r), false) + t * UNIT;
 #pragma unroll
                 for (int quarter = 0; quarter < 4; ++quarter)
                     load_exact(words[r][quarter], row + quarter * (DIM / 4));
@@ -267,7 +297,7 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
                 of_page[0] += low;
                 of_page[1] += high;
                 // A weight that is NaN must not reach the planes' sums of other rows by 0 * NaN.
-                const bool is_exact = is_near && exact.has(first + key_g + 4 * n + 2 * r);
+                const bool is_exact = is_near && exact.has(first + key(n, r));
                 const float norm = norms[n][r];
                 pairs[n][r] =
                     transpose_8x8(is_exact ? 0u : pack_bf16(low * norm, high * norm));
@@ -279,8 +309,7 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
     INLINE void load_values(u32 (&rows)[4], const u8* plane, int n) const {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            const int on = (4 * n + r / 2 * 2) * P::ROW + (r % 2 ? v_next : 0);
-            load_words<V_UNIT>(rows + r, plane + v_at + on);
+            load_words<V_UNIT>(rows + r, plane + v_at[r] + 4 * n * P::ROW);
         }
     }
 
@@ -348,10 +377,9 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
             u32 words[4][4][V_UNIT / 2] = {};
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
-                const int odd = (t ^ r) & 1;
-                const int key = first + 16 * t + odd + 4 * n + r / 2 * 2;
-                if (!exact.has(key)) continue;
-                const u16* row = exact.row<DIM>(key, true) + g * V_UNIT;
+                const int of_row = first + key_of_row(2 * t + r % 2 + r / 2 * 8) + 4 * n;
+                if (!exact.has(of_row)) continue;
+                const u16* row = exact.row<DIM>(of_row, true) + g * V_UNIT;
 #pragma unroll
                 for (int quarter = 0; quarter < 4; ++quarter)
                     load_exact(words[r][quarter], row + quarter * (DIM / 4));
@@ -359,7 +387,7 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
             u32 pairs[2];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const bool has = exact.has(first + key_g + 4 * n + 2 * r);
+                const bool has = exact.has(first + key(n, r));
                 const float low = has ? p[n][0][2 * r] : 0.0f;
                 const float high = has ? p[n][0][2 * r + 1] : 0.0f;
                 pairs[r] = transpose_8x8(pack_bf16(low * 0x1p-8f, high * 0x1p-8f));
