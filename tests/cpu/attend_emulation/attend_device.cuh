@@ -136,6 +136,16 @@ inline u32 bytes_of_nibbles(u32 table, u32 nibbles) {
     return bytes;
 }
 
+inline u32 bytes_of_table(u32 low, u32 high, u32 nibbles) {
+    u32 bytes = 0;
+    for (int i = 0; i < 4; ++i) {
+        const u32 nibble = nibbles >> 4 * i & 15;
+        const u32 byte = (nibble & 4 ? high : low) >> nibble % 4 * 8 & 255;
+        bytes |= (nibble < 8 ? byte : byte & 128 ? 255u : 0u) << 8 * i;
+    }
+    return bytes;
+}
+
 inline u32 byte_and_below(u32 w, int byte, u32 below) {
     emulation::check(below < 256, "more than a byte below a byte");
     return (w >> 8 * byte & 255) << 8 | below;

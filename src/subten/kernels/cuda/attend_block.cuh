@@ -8,9 +8,6 @@
 #include "attend_slice.cuh"
 #include "head_row.cuh"
 
-// Steps of the largest value of a query whose integers have 16 bits: 127 * 256.
-#define MOST_STEPS 32512.0f
-
 // The work of one block. `Rows` gives the token's rows, which the kernel ahead writes: queries
 // 0 to group - 1 of the block's KV head and, where it APPENDS, a key and a value:
 //
@@ -129,7 +126,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     }
     u16* q_places = reinterpret_cast<u16*>(q_shared);
     auto place_query = [&](const float (&x)[2][N], int head) {
-        float sum = 0, most = 0, step = 1, to_step = 0;
+        float sum = 0, most = 0;
         int whole_sum = 0, first_sum = 0;
 #pragma unroll
         for (int half = 0; half < 2; ++half)
@@ -139,14 +136,10 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
                 sum += rounded;
                 most = larger(most, larger(rounded, -rounded));
             }
+        QuerySteps steps;
         if constexpr (Codec::KEYS_ARE_BYTES) {
-            // Numbers that are not negative are in the order of their bits.
-            most = bits_float(warp_max(float_bits(most)));
-            // Rows that are not finite, or below all that matters to a score, have no steps.
-            if (most > 0x1p-100f && most < 0x1p120f) to_step = MOST_STEPS / most;
             // NaN stays NaN; so does infinity, less itself.
-            step = to_step > 0 ? most * (1.0f / MOST_STEPS) : 1.0f;
-            if (lanes_where(sum - sum != 0.0f)) step = bits_float(OTHER_NAN);
+            steps = QuerySteps(most, !lanes_where(sum - sum != 0.0f));
         } else if (Codec::HAS_ZERO) {
             sum = sum_over_lanes<WARP>(sum);
         }
@@ -158,8 +151,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
                 const float rounded = low_bf16(pack_bf16(x[half][j], 0.0f));
                 const int place = Sums::q_place(head, channel);
                 if constexpr (Codec::KEYS_ARE_BYTES) {
-                    // Adding 1.5 * 2^23 rounds to an integer.
-                    const int bits = float_bits(rounded * to_step + 12582912.0f) - 0x4b400000;
+                    const int bits = steps.round(rounded);
                     u8* bytes = reinterpret_cast<u8*>(q_shared) + place;
                     bytes[0] = (u8)((bits + 128) >> 8);
                     bytes[Sums::Q_LOWER] = (u8)bits;
@@ -174,7 +166,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
             if (Codec::HAS_ZERO) sum = (float)(warp_sum(whole_sum) * (1 << Codec::KEY_SHIFT));
         }
         if (lane == 0) {
-            q_facts.factor[head] = call.scale_log2 * step * Codec::SCORE_FACTOR;
+            q_facts.factor[head] = call.scale_log2 * steps.step * Codec::SCORE_FACTOR;
             q_facts.sum[head] = sum;
             q_facts.first_sum[head] = first_sum;
         }

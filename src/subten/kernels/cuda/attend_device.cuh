@@ -137,6 +137,14 @@ INLINE void mma_half(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Byte i is byte n of the eight of `low` and `high`, n the i-th lowest nibble; where n is 8 or more,
+// the sign of byte n - 8, all ones or zeros.
+INLINE u32 bytes_of_table(u32 low, u32 high, u32 nibbles) {
+    u32 bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(nibbles));
+    return bytes;
+}
+
 // D (16 x 8) += A (16 x 32) * B (32 x 8), signed bytes into int32. Lane = 4 * g + t holds of
 //   A: a0 = row g, k 4t to 4t+3;  a1 = row g+8, same k;  a2, a3 = the same rows, k + 16
 //   B: b0 = k 4t to 4t+3 of column g;  b1 = k + 16

@@ -11,8 +11,9 @@
 //                      -> place:  (base, fine) ids of V:  | codes | norms |,  | finer codes |
 //   a warp's ring:     | K, a row of the table | V base, V fine | K ... |
 //
-// Levels of K come by arithmetic on pairs of bf16; of V at 4 bits out of a table of all pairs of
-// codes in shared memory, a copy a lane, so that no bank is met twice; at 2 bits as int2's.
+// Levels of K are bytes out of tables in registers, and q integers of two bytes, as for int2; levels
+// of V at 4 bits come out of a table of all pairs of codes in shared memory, a copy a lane, so that no
+// bank is met twice; at 2 bits as int2's.
 //
 // The table's columns are cosines and sines of n w_c, times a factor: scores of a page need its
 // row of the page's first key alone, by which coefficients are turned, and rows 0 to 63, which lie
@@ -104,14 +105,14 @@ template <int BITS, int DIM, bool HAS_TABLE, bool POLLS>
 INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     using P = MixedPart<BITS, DIM>;
     using Sums = MixedSums<BITS, DIM>;
-    constexpr int HEADS = 8, N = DIM / 2 / WARP;
+    constexpr int HEADS = 8;
     // Heads lie so far apart that lanes of two of them read different banks.
     constexpr int COEFS = DIM + 16;
     static_assert(HEADS * Sums::SUMS_ROW * 4 <= 2 * P::STAGE, "two stages hold a warp's sums");
     DYNAMIC_SHARED(dynamic_shared);
     __shared__ uint4 q_shared[HEADS * DIM / 8];
     __shared__ float4 coefs_shared[HAS_TABLE ? HEADS * COEFS / 4 : 1];
-    __shared__ QueryFacts<HEADS> q_facts;
+    __shared__ MixedFacts<DIM> q_facts;
     __shared__ float stats[MAX_WARPS][HEADS][3];
     launch_dependents();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, num_warps = blockDim.x / WARP;
@@ -240,14 +241,14 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
 #pragma unroll 1
     for (; num_put < num_stages; ++num_put) put(ring + num_put * P::STAGE);
 
-    // A warp a head: coefficients as halves, and the query with them, at most 2^12.
-    u16* q_places = reinterpret_cast<u16*>(q_shared);
+    // A warp a head: coefficients as halves, at most 2^12, and the query as integers and as it is.
+    u8* q_bytes = reinterpret_cast<u8*>(q_shared);
     float* coefs = reinterpret_cast<float*>(coefs_shared);
 #pragma unroll 1
     for (int head = warp; head < HEADS; head += num_warps) {
         const bool is_real = head < group;
         const i64 row = (i64)token * call.num_kv_heads * group + kv_head * group + head;
-        float scale = 1, unscale = 1;
+        float unscale = 1;
         if (HAS_TABLE) {
             float own[DIM / WARP] = {};
             if (is_real) load_values(own, mixed.coefs + row * DIM + lane * (DIM / WARP));
@@ -259,6 +260,7 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
             }
             int exponent = warp_max(most) >> 23;
             exponent = exponent < 87 ? 87 : exponent;
+            float scale = 1;
             if (exponent < 255) {
                 scale = bits_float((265 - exponent) << 23);
                 unscale = bits_float((exponent - 11) << 23);
@@ -269,17 +271,38 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
         }
         const u16* from = mixed.q + token * mixed.q_stride_t +
                           (kv_head * group + head) * mixed.q_stride_h;
+        float x[DIM / WARP], most = 0;
+        bool is_finite = true;
 #pragma unroll
-        for (int j = 0; j < 2 * N; ++j) {
+        for (int j = 0; j < DIM / WARP; ++j) {
             const int channel = lane + j * WARP;
-            const float x = is_real ? low_bf16(from[channel * mixed.q_stride_d]) * scale : 0.0f;
-            q_places[Sums::q_place(head, channel)] = (u16)pack_bf16(x, 0.0f);
+            const u16 number = is_real ? from[channel * mixed.q_stride_d] : (u16)0;
+            q_facts.rows[head * MixedFacts<DIM>::ROW + channel] = number;
+            x[j] = low_bf16(number);
+            most = larger(most, larger(x[j], -x[j]));
+            is_finite = is_finite && x[j] - x[j] == 0.0f;
         }
-        if (lane == 0) q_facts.factor[head] = call.scale_log2 * unscale;
+        const QuerySteps steps(most, !lanes_where(!is_finite));
+        int sum = 0;
+#pragma unroll
+        for (int j = 0; j < DIM / WARP; ++j) {
+            const int bits = steps.round(x[j]), place = Sums::q_place(head, lane + j * WARP);
+            q_bytes[place] = (u8)((bits + 128) >> 8);
+            q_bytes[place + Sums::Q_LOWER] = (u8)bits;
+            sum += bits;
+        }
+        sum = warp_sum(sum);
+        if (lane == 0) {
+            const float unit = steps.step * Sums::Levels::UNIT;
+            q_facts.factor[head] = call.scale_log2 * unit;
+            q_facts.first_sum[head] = -Sums::Levels::SURPLUS * sum;
+            q_facts.exact[head] = divide(1.0f, unit);
+            q_facts.positions[head] = divide(unscale, unit);
+        }
     }
     __syncthreads();
 
-    Sums own(lane, q_places, q_facts);
+    Sums own(lane, reinterpret_cast<const u16*>(q_shared), q_facts);
     const float* own_coefs = coefs + own.g * COEFS;
     const u8* fragments = arena + lane / 8 * ARENA_ROW + 128 + lane % 8 * 16;
     float* shares = nullptr;

@@ -6,24 +6,42 @@
 
 #include "attend_slice.cuh"
 
-// Numbers of bf16 twice.
-#define TWICE(bits) (0x00010001u * (bits))
-
-// Levels of keys, t (a + b t^2) for a code of t + (2^BITS - 1) / 2, as BF16 (codecs/shaped.py). With
-// t / 64 exact in bf16 the product of t / 64 and a' + b' (t / 64)^2, both rounded, is the level.
+// Levels of keys in units (codecs/shaped.py), by code, as bytes; SURPLUS is what they are too large
+// by. At 4 bits each half of the codes has a table, whose bytes are positive, so that codes of the
+// other half give 0.
 template <int BITS>
 struct KeyLevels;
 template <>
-struct KeyLevels<4> {
-    static constexpr u32 MASK = 15, MIDDLE = TWICE(0xbdf0), A = TWICE(0x4178), B = TWICE(0x440c);
+struct KeyLevels<2> {
+    static constexpr float UNIT = 0.171141f;
+    static constexpr int SURPLUS = 0;
+    static INLINE u32 bytes(u32 nibbles) { return bytes_of_table(0x0a03fdf6u, 0, nibbles); }
+    static INLINE u32 nibbles(u32 low, u32, int q) { return low >> 2 * q & 0x33333333u; }
 };
 template <>
 struct KeyLevels<3> {
-    static constexpr u32 MASK = 7, MIDDLE = TWICE(0xbd60), A = TWICE(0x41fa), B = TWICE(0x4540);
+    static constexpr float UNIT = 0.0358764f;
+    static constexpr int SURPLUS = 0;
+    static INLINE u32 bytes(u32 nibbles) {
+        return bytes_of_table(0xf9ead9c2u, 0x3e271607u, nibbles);
+    }
+    static INLINE u32 nibbles(u32 low, u32 high, int q) {
+        if (q) return (low >> 2 & 0x33333333u) | (high & 0x44444444u);
+        return (low & 0x33333333u) | (high << 2 & 0x44444444u);
+    }
 };
 template <>
-struct KeyLevels<2> {
-    static constexpr u32 MASK = 3, MIDDLE = TWICE(0xbcc0), A = TWICE(0x4281), B = TWICE(0x466b);
+struct KeyLevels<4> {
+    static constexpr float UNIT = 0.0430917f;
+    static constexpr int SURPLUS = 64;
+    static INLINE u32 bytes(u32 nibbles) {
+        return bytes_of_table(0x22190e01u, 0x3d37312au, nibbles) |
+               bytes_of_table(0x564f4943u, 0x7f72675eu, nibbles ^ 0x88888888u);
+    }
+    static INLINE u32 nibbles(u32 low, u32 high, int q) {
+        if (q) return (low >> 2 & 0x33333333u) | (high & 0xccccccccu);
+        return (low & 0x33333333u) | (high << 2 & 0xccccccccu);
+    }
 };
 
 // Key of row 0 to 15 of tile 0, rows 2a, 2a+1, 2a+8 and 2a+9 four neighbours of quarter a of the page,
@@ -52,18 +70,17 @@ struct MixedPart {
     static INLINE int* note_of(u8* stage) { return reinterpret_cast<int*>(stage + BARRIER + 8); }
 };
 
-// Sums of values lie in the order of int2's codes, and count as its do.
-struct KvMixed : KvInt2 {
-    static constexpr bool KEYS_ARE_BYTES = false;
-    static constexpr float QUERY_FACTOR = 1;
+// Queries and sums of values lie in the order of int2's codes, and sums count as its do.
+struct KvMixed : KvInt2 {};
 
-    // Quarter p of a word's channels is step p % 2 * 2 + p / 2 of its four: bytes 0 and 2, then 1
-    // and 3.
-    static INLINE int key_step(int channel, int word, int dim) {
-        const int quarter = channel / (dim / 4);
-        return 4 * word + quarter % 2 * 2 + quarter / 2;
-    }
-    static INLINE int key_slot(int channel, int) { return channel % 2 * 2 + channel % 4 / 2; }
+// What a block knows of the queries of 8 heads beside their bytes: as rows of bf16, for exact keys,
+// whose scores count `exact`, and what scores of positions count. `first_sum` is minus SURPLUS times
+// the sum of a query's integers.
+template <int DIM>
+struct MixedFacts : QueryFacts<8> {
+    static constexpr int ROW = DIM + 8;  // two heads' rows in different banks
+    alignas(8) float exact[8], positions[8];
+    alignas(16) u16 rows[8 * ROW];
 };
 
 // The rows of one sequence and KV head that are read exactly: keys below `num_sinks`, and those from
@@ -105,8 +122,11 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
     int first_row_key, turn, v_at[4];
     u32 norm_bytes[2];
 
-    INLINE MixedSums(int lane, const u16* q_places, const QueryFacts<8>& of_queries)
+    const MixedFacts<DIM>* mixed_facts;
+
+    INLINE MixedSums(int lane, const u16* q_places, const MixedFacts<DIM>& of_queries)
         : Base(lane, q_places, of_queries) {
+        mixed_facts = &of_queries;
         first_row_key = key_of_row(g);
         turn = key_of_row(g + 8) - first_row_key;
 #pragma unroll
@@ -143,24 +163,6 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
             }
     }
 
-    // Nibble j has the code of byte j / 2, of quarter q or, where j is odd, q + 2; bits above the
-    // code may be anything.
-    static INLINE u32 nibbles(u32 low, u32 high, int q) {
-        if (BITS == 2) return q ? low >> 2 : low;
-        if (q) return (low >> 2 & 0x33333333u) | (high & 0xccccccccu);
-        return (low & 0x33333333u) | (high << 2 & 0xccccccccu);
-    }
-
-    // Levels of nibbles i and i + 4.
-    static INLINE u32 levels(u32 w, int i) {
-        const u32 alone = (i < 2 ? w : w >> 8) & TWICE(Levels::MASK) << i % 2 * 4;
-        // A nibble alone in a bf16 is 2^-133 of its code, or 2^-129.
-        const u32 factor = i % 2 ? TWICE(0x7d00) : TWICE(0x7f00);
-        const u32 part = multiply_add_bf16x2(alone, factor, Levels::MIDDLE);
-        const u32 square = multiply_bf16x2(part, part);
-        return multiply_bf16x2(part, multiply_add_bf16x2(square, Levels::B, Levels::A));
-    }
-
     INLINE void load_codes(u32 (&low)[WORDS], u32 (&high)[WORDS], const u8* stage, int row) const {
         load_words<UNIT>(low, stage + t * UNIT + row * P::ROW);
         if (BITS == 4) load_words<UNIT>(high, stage + P::LOW + t * UNIT + row * P::ROW);
@@ -172,39 +174,45 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
         }
     }
 
-    // Scores of the keys in `stage` from their codes. Two tiles at once: their sums do not wait for
-    // each other.
+    // Scores of the keys in `stage` from their codes: sums of integers, exact; those of the upper
+    // bytes of q count 256. Nibble j of a word of codes has that of byte j / 2, of quarter q or,
+    // where j is odd, q + 2. Two tiles at once: their sums do not wait for each other.
     INLINE void score(Scores& p, const u8* stage) const {
 #pragma unroll
         for (int first = 0; first < TILES; first += 2) {
             u32 low[2][2][WORDS], high[2][2][WORDS];
+            int upper[2][4] = {}, lower[2][4];
 #pragma unroll
-            for (int b = 0; b < 2; ++b)
+            for (int b = 0; b < 2; ++b) {
 #pragma unroll
-                for (int r = 0; r < 2; ++r) {
+                for (int r = 0; r < 2; ++r)
                     load_codes(low[b][r], high[b][r], stage, key(first + b, r));
-                    p[first + b][0][2 * r] = p[first + b][0][2 * r + 1] = 0;
-                }
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    lower[b][i] = Levels::SURPLUS ? mixed_facts->first_sum[2 * t + i % 2] : 0;
+            }
 #pragma unroll
             for (int w = 0; w < WORDS; ++w)
 #pragma unroll
-                for (int q = 0; q < 2; ++q) {
-                    u32 codes[2][2];
+                for (int q = 0; q < 2; ++q)
 #pragma unroll
-                    for (int b = 0; b < 2; ++b)
+                    for (int b = 0; b < 2; ++b) {
+                        u32 a[4];
 #pragma unroll
-                        for (int r = 0; r < 2; ++r)
-                            codes[b][r] = nibbles(low[b][r][w], high[b][r][w], q);
-#pragma unroll
-                    for (int h = 0; h < 2; ++h)
-#pragma unroll
-                        for (int b = 0; b < 2; ++b) {
-                            const u32(&pair)[2] = q_pairs[0][4 * w + 2 * q + h];
-                            mma(p[first + b][0], levels(codes[b][0], h), levels(codes[b][1], h),
-                                levels(codes[b][0], h + 2), levels(codes[b][1], h + 2), pair[0],
-                                pair[1]);
+                        for (int r = 0; r < 2; ++r) {
+                            const u32 codes = Levels::nibbles(low[b][r][w], high[b][r][w], q);
+                            a[r] = Levels::bytes(codes);
+                            a[r + 2] = Levels::bytes(codes >> 16);
                         }
-                }
+                        const int step = 2 * (2 * w + q);
+                        mma_bytes(upper[b], a, q_pairs[0][step]);
+                        mma_bytes(lower[b], a, q_pairs[0][step + 1]);
+                    }
+#pragma unroll
+            for (int b = 0; b < 2; ++b)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    p[first + b][0][i] = (float)(upper[b][i] * 256 + lower[b][i]);
         }
         float norms[TILES][2];
         load_norms<128>(norms, stage + P::K_NORMS);
@@ -234,19 +242,18 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
             for (int w = 0; w < WORDS; ++w)
 #pragma unroll
                 for (int quarter = 0; quarter < 4; ++quarter) {
-                    const u32(&pair)[2] = q_pairs[0][4 * w + quarter % 2 * 2 + quarter / 2];
-                    u32 a[2][2];
-#pragma unroll
-                    for (int r = 0; r < 2; ++r) {
-                        const u32(&of)[UNIT / 2] = words[r][quarter];
-                        a[r][0] = low_halves(of[2 * w], of[2 * w + 1]);
-                        a[r][1] = high_halves(of[2 * w], of[2 * w + 1]);
-                    }
-                    mma(s, a[0][0], a[1][0], a[0][1], a[1][1], pair[0], pair[1]);
+                    u32 pair[2];
+                    const int channel = quarter * (DIM / 4) + t * UNIT + 4 * w;
+                    const u16* q = mixed_facts->rows + g * MixedFacts<DIM>::ROW + channel;
+                    load_words<8>(pair, reinterpret_cast<const u8*>(q));
+                    const u32(&a)[UNIT / 2] = words[0][quarter], (&b)[UNIT / 2] = words[1][quarter];
+                    mma(s, a[2 * w], b[2 * w], a[2 * w + 1], b[2 * w + 1], pair[0], pair[1]);
                 }
+            float factors[2];
+            load_vector(factors, mixed_facts->exact + 2 * t);
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                if (has[i / 2]) p[n][0][i] = s[i];
+                if (has[i / 2]) p[n][0][i] = s[i] * factors[i % 2];
         }
     }
 
@@ -256,6 +263,7 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
     // bytes apart: cosines and sines of r w as A fragments.
     INLINE void add_positions(Scores& p, const float* row, const float* coefs,
                               const u8* fragments) const {
+        float of_positions[TILES][4] = {}, factors[2];
 #pragma unroll
         for (int u = 0; u < DIM / 32; ++u) {
             const int pair = 16 * u + 4 * t;
@@ -277,10 +285,16 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
                 for (int n = 0; n < TILES; ++n) {
                     u32 a4[4];
                     load_words<16>(a4, fragments + (n * STEPS + 2 * u + e) * 1024);
-                    mma_half(p[n][0], a4[0], a4[1], a4[2], a4[3], cosines, sines);
+                    mma_half(of_positions[n], a4[0], a4[1], a4[2], a4[3], cosines, sines);
                 }
             }
         }
+        load_vector(factors, mixed_facts->positions + 2 * t);
+#pragma unroll
+        for (int n = 0; n < TILES; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                p[n][0][i] = multiply_add(of_positions[n][i], factors[i % 2], p[n][0][i]);
     }
 
     // Weights of a page as B fragments, those of exact rows 0; `of_page` gets their sums, of this
