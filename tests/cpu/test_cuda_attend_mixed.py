@@ -21,6 +21,7 @@ from mixed_pages import int32
 from test_attend_mixed import Scene, check, make_scene
 from test_cuda_attend import emulated_launch, emulator, no_counter_is_left  # noqa: F401
 
+from subten.codecs.rotation import hadamard
 from subten.core import PAGE_SIZE
 from subten.kernels import attend_mixed as triton_mixed
 from subten.kernels.cuda import runtime
@@ -281,6 +282,7 @@ def test_what_the_kernel_ahead_writes_is_read_after_the_wait(
         (64, 1, torch.bfloat16, {"places": [*PLACES[:6], (-1, -1, 0)]}),
         (64, 1, torch.bfloat16, {"num_new": [2, 1]}),
         (64, 1, torch.bfloat16, {"width": 32}),
+        (64, 1, torch.bfloat16, {"size": 449}),
     ],
 )
 def test_the_rest_goes_to_triton(
@@ -395,8 +397,19 @@ def test_graph_replay_follows_kv_len(
     q_THD, step = randn(2, 16, 128, dtype=torch.bfloat16), scene.step
     added = {"coef_THC": randn(2, 16, 128), "table_PC": rotary(randn, 3000, 128)}
 
+    rotation_DD = hadamard(128, device)
+
     def run() -> torch.Tensor:
-        return scene.run(on_cuda(None), q_THD, step=step, **added)
+        return attend_mixed(
+            q_THD,
+            scene.pages,
+            scene.fmt,
+            step,
+            scene.window,
+            scale=0.1,
+            rotation_DD=rotation_DD,
+            **added,
+        )
 
     run()
     torch.cuda.synchronize()

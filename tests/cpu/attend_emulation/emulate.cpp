@@ -37,8 +37,8 @@ Launch unpack(void (*kernel)(Args...)) {
     APPEND(CODEC, ENCODER, 64, false), APPEND(CODEC, ENCODER, 128, false)
 
 #define MIXED(BITS, DIM, TABLE, POLLS)                                          \
-    {"attend_mixed_kernel<" #BITS ", " #DIM ", " #TABLE ", " #POLLS ">", \
-     unpack(attend_mixed_kernel<BITS, DIM, TABLE, POLLS>)}
+    {"attend_mixed_kernel<" #BITS ", " #DIM ", " #TABLE ", " #POLLS ", 256>", \
+     unpack(attend_mixed_kernel<BITS, DIM, TABLE, POLLS, 256>)}
 #define MIXES(BITS)                                                        \
     MIXED(BITS, 64, false, false), MIXED(BITS, 64, true, false),           \
         MIXED(BITS, 128, false, false), MIXED(BITS, 128, true, false)

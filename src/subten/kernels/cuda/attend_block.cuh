@@ -255,7 +255,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
 
     // The warps' sums, each in its own ring, which is idle now.
     own.finish(reinterpret_cast<float*>(ring), stats[warp]);
-    const BlockPlace place{tile, kv_head, split, token, first, end, num_slices, slices_each};
+    const BlockPlace place{tile, kv_head, split, token, end - first, num_slices, slices_each};
     finish_block<Codec, Sums, DIM, POLLS>(call, place, dynamic_shared, num_stages * P::STAGE, stats,
                                           nullptr);
 }

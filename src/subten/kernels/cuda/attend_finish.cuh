@@ -55,10 +55,10 @@ struct AttendCall {
     int num_kv_heads, group, num_splits, min_slices, num_stages;
 };
 
-// Which part of the work a block has: slices first to end - 1 of `num_slices`, as split `split` of
-// one sequence and KV head.
+// Which part of the work a block has had: as split `split` of one sequence and KV head, of `num_slices`
+// slices, so many that all of its warps from `num_taken` on have none.
 struct BlockPlace {
-    int tile, kv_head, split, token, first, end, num_slices, slices_each;
+    int tile, kv_head, split, token, num_taken, num_slices, slices_each;
 };
 
 // Warps have left their rows of sums in `rings`, `ring_bytes` apart, and max, sum and zero in `stats`. A warp a head from here on. Each split leaves the logarithm of
@@ -69,7 +69,7 @@ INLINE void finish_block(const AttendCall& call, const BlockPlace& place, u8* ri
     constexpr int VALUES = Sums::VALUES;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, num_warps = blockDim.x / WARP;
     const int group = call.group, split = place.split, num_slices = place.num_slices;
-    const int slices_each = place.slices_each, num_taken = place.end - place.first;
+    const int slices_each = place.slices_each, num_taken = place.num_taken;
     __syncthreads();
     const bool is_alone = num_slices <= slices_each;
     const int num_busy = num_taken < num_warps ? num_taken : num_warps;

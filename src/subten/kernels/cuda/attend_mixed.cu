@@ -20,9 +20,11 @@
 // in shared memory as A fragments in half precision: the error is that of TF32. At position n the
 // sum of two angles may differ by 2^-24 n from the table's, whose angles are rounded to FP32.
 //
-//   before the rings:  256 rows of  | a pair of levels, 32 times | 128 bytes of A fragments |
+//   before the rings:  256 rows of  | a pair of levels, 32 times | 128 bytes of A fragments, or of
+//                                                                  scores of exact keys |
 //
-// Exact rows, few and in at most a few pages, are read straight from memory, after the wait.
+// Exact rows, few and in at most a few pages, hide their keys' codes. They are read straight from
+// memory when the pages are done, a warp a key, in FP32, and join the sums of that warp.
 //
 // Bytes: planes of all pages but for exact rows, 4 C of the table a page and KV head. The loop at
 // D = 128 and 4 bits of both, with a table: see docs/performance.md.
@@ -296,7 +298,7 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
             const float unit = steps.step * Sums::Levels::UNIT;
             q_facts.factor[head] = call.scale_log2 * unit;
             q_facts.first_sum[head] = -Sums::Levels::SURPLUS * sum;
-            q_facts.exact[head] = divide(1.0f, unit);
+            q_facts.of_coefs[head] = unscale;
             q_facts.positions[head] = divide(unscale, unit);
         }
     }
@@ -322,23 +324,21 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
 #pragma unroll 1
     for (int slice = first + warp; slice < end; slice += num_warps) {
         const int first_key = slice * PAGE_KEYS;
-        const bool is_near = exact.are_in(first_key, PAGE_KEYS);
         typename Sums::Scores p;
         wait_phase(P::barrier_of(stage), parity);
         own.score(p, stage);
-        if (is_near) own.score_exact(p, exact, first_key);
         if (HAS_TABLE)
             own.add_positions(p, reinterpret_cast<const float*>(stage + P::TABLE_ROW), own_coefs,
                               fragments);
         give_back();
         own.hide(p, num_keys - first_key);
+        own.hide(p, exact, first_key);
         own.weigh(p, PAGE_KEYS);
         wait_phase(P::barrier_of(stage), parity);
         u32 pairs[Sums::TILES][2];
         float of_page[2] = {};
-        own.weigh_values(pairs, of_page, p, stage, exact, first_key, is_near);
+        own.weigh_values(pairs, of_page, p, stage);
         if (shares) own.put_share(shares + (i64)slice * HEADS, of_page);
-        if (is_near) own.add_exact(p, exact, first_key);
         if (*P::note_of(stage) < 0)
             own.add_base(pairs, stage);
         else
@@ -354,14 +354,61 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     sync_warp();
 
     // The warps' sums, each in its own ring, which is idle now.
-    own.finish(reinterpret_cast<float*>(ring), stats[warp]);
-    const BlockPlace place{tile, kv_head, split, token, first, end, num_slices, slices_each};
+    float* rows = reinterpret_cast<float*>(ring);
+    own.finish(rows, stats[warp]);
+    sync_warp();
+
+    // Exact keys of the block's pages: sinks, then recent ones, a warp a key.
+    const int start = first * PAGE_KEYS, stop = end * PAGE_KEYS;
+    const int num_sinks = start < exact.num_sinks ? exact.num_sinks - start : 0;
+    int first_near = exact.first_near < start ? start : exact.first_near;
+    first_near = first_near < exact.num_sinks ? exact.num_sinks : first_near;
+    const int last_near = num_keys < stop ? num_keys : stop;
+    const int num_near = last_near > first_near ? last_near - first_near : 0;
+    float* scores = reinterpret_cast<float*>(arena + 128 * ARENA_ROW + 128);
+    auto scores_of = [&](int i) { return scores + i / 4 * (ARENA_ROW / 4) + i % 4 * HEADS; };
+    if (warp < num_sinks + num_near) {
+        ExactSums<DIM> sums;
+        const int at = lane * (DIM / WARP);
+#pragma unroll 1
+        for (int i = warp; i < num_sinks + num_near; i += num_warps) {
+            const int key = i < num_sinks ? start + i : first_near + i - num_sinks;
+            sums.add(exact.row<DIM>(key, false) + at,
+                     exact.row<DIM>(key, true) + Sums::first_channel(lane),
+                     HAS_TABLE ? mixed.table + (i64)key * DIM + at : nullptr, coefs + at, COEFS,
+                     q_facts, call.scale_log2, scores_of(i), lane);
+        }
+        sums.join(rows, Sums::SUMS_ROW, stats[warp], lane);
+    }
+    if (shares) {
+        // They count for their pages: a thread a head of one.
+        __syncthreads();
+#pragma unroll 1
+        for (int slice = first + warp; slice < end; slice += num_warps) {
+            const int from = slice * PAGE_KEYS, to = from + PAGE_KEYS;
+            if (!exact.are_in(from, PAGE_KEYS) || lane >= HEADS) continue;
+            float* share = shares + (i64)slice * HEADS + lane;
+            float max = *share, sum = 1;
+#pragma unroll 1
+            for (int i = 0; i < num_sinks + num_near; ++i) {
+                const int key = i < num_sinks ? start + i : first_near + i - num_sinks;
+                if (key < from || key >= to) continue;
+                const float s = scores_of(i)[lane], most = larger(max, s), shift = shift_of(most);
+                sum = sum * power_of_two(max - shift) + power_of_two(s - shift);
+                max = most;
+            }
+            *share = max + logarithm_of_two(sum);
+        }
+    }
+    const int num_taken = num_sinks + num_near > 0 ? num_warps : end - first;
+    const BlockPlace place{tile,     kv_head, split,      token,
+                           num_taken, num_slices, slices_each};
     finish_block<KvMixed, Sums, DIM, POLLS>(call, place, rings, num_stages * P::STAGE, stats,
                                             mixed.lse);
 }
 
-template <int BITS, int DIM, bool HAS_TABLE, bool POLLS>
-__global__ void __launch_bounds__(384, 1)
+template <int BITS, int DIM, bool HAS_TABLE, bool POLLS, int MOST_THREADS>
+__global__ void __launch_bounds__(MOST_THREADS, 1)
     attend_mixed_kernel(const u16* q, i64 q_stride_t, i64 q_stride_h, i64 q_stride_d, const u8* k,
                         i64 k_stride, i64 k_head_stride, const u8* base, i64 base_stride,
                         i64 base_head_stride, const u8* fine, i64 fine_stride,

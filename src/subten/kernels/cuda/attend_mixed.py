@@ -34,8 +34,8 @@ from subten.kernels.step import StepTensors
 ARENA_BYTES = 256 * 256
 """Levels of values and angles of positions, beside the rings."""
 
-MAX_WARPS = 12
-"""Registers of a thread, up to 168, allow no more."""
+MAX_WINDOW = 448
+"""Recent rows that a query reads: the arena holds scores of 512 exact keys, up to 64 of them sinks."""
 
 
 def attend_mixed(
@@ -55,14 +55,14 @@ def attend_mixed(
 ) -> torch.Tensor:
     """`subten.kernels.attend_mixed.attend_mixed` in one CUDA launch, for steps of single tokens.
 
-    Cold pages, outlier channels, what `attend` on CUDA does not take either, and steps with more
+    Cold pages, outlier channels, windows above 448 tokens, what `attend` on CUDA does not take either, and steps with more
     than one token of a sequence go to Triton. `plan` and `pdl` are for measuring. Counters and what
     must be in memory before the kernels ahead have ended are as there: only q, coefficients, the
     newest row of each sequence, and exact rows may come from those.
 
     A step that adds to `mass_SP` has one launch more.
     """
-    if not suits(q_THD, pages, fmt, step, table_PC):
+    if not suits(q_THD, pages, fmt, step, window, table_PC):
         return triton_mixed.attend_mixed(
             q_THD,
             pages,
@@ -86,7 +86,6 @@ def attend_mixed(
         plan = plan_mixed(
             num_sms=num_sms(q_THD.device), num_sequences=num_tiles, num_kv_heads=num_kv_heads
         )
-    assert plan.num_warps <= MAX_WARPS, plan
     layout = page_bytes(pages, fmt)
     choice = launch_splits(q_THD, num_kv_heads, layout, step, scale=scale, plan=plan)
 
@@ -96,7 +95,13 @@ def attend_mixed(
             grid = (grid[0], len(part.tile_seq_Q), grid[2])
         runtime.launch(
             "attend_mixed.cu",
-            kernel_name(pages, fmt, has_table=table_PC is not None, polls=choice.polls),
+            kernel_name(
+                pages,
+                fmt,
+                has_table=table_PC is not None,
+                polls=choice.polls,
+                num_warps=plan.num_warps,
+            ),
             grid,
             choice.num_threads,
             (
@@ -132,6 +137,7 @@ def suits(
     pages: MixedPages,
     fmt: MixedFormat,
     step: StepTensors,
+    window: Window,
     table_PC: torch.Tensor | None,
 ) -> bool:
     """Whether the kernel takes this call."""
@@ -145,6 +151,7 @@ def suits(
         and head_dim in HEAD_DIMS
         and num_heads <= MAX_GROUP * pages.num_kv_heads
         and len(step.tile_seq_Q) * num_heads <= MAX_ROWS
+        and window.size <= MAX_WINDOW
         and len(pages.vcold_ZGB) == 0
         and pages.outlier_GO is None
         and (table_PC is None or table_PC.shape[1] == head_dim)
@@ -176,10 +183,13 @@ def page_bytes(pages: MixedPages, fmt: MixedFormat) -> SliceBytes:
     return SliceBytes(keys=PAGE_SIZE, stage_bytes=stage_bytes, beside=ARENA_BYTES)
 
 
-def kernel_name(pages: MixedPages, fmt: MixedFormat, *, has_table: bool, polls: bool) -> str:
-    """The kernel of attend_mixed.cu for bits of keys, D, a table or none, and how splits merge."""
-    flags = (str(has_table).lower(), str(polls).lower())
-    return f"attend_mixed_kernel<{pages.k_bits}, {fmt.head_dim}, {flags[0]}, {flags[1]}>"
+def kernel_name(
+    pages: MixedPages, fmt: MixedFormat, *, has_table: bool, polls: bool, num_warps: int
+) -> str:
+    """The kernel of attend_mixed.cu for bits of keys, D, a table or none, how splits merge, and the
+    threads of a block that its registers must suffice for."""
+    flags = (str(has_table).lower(), str(polls).lower(), str(256 if num_warps <= 8 else 512))
+    return f"attend_mixed_kernel<{pages.k_bits}, {fmt.head_dim}, {', '.join(flags)}>"
 
 
 def _tiles_of(plan: DecodePlan) -> AttendPlan:

@@ -73,13 +73,14 @@ struct MixedPart {
 // Queries and sums of values lie in the order of int2's codes, and sums count as its do.
 struct KvMixed : KvInt2 {};
 
-// What a block knows of the queries of 8 heads beside their bytes: as rows of bf16, for exact keys,
-// whose scores count `exact`, and what scores of positions count. `first_sum` is minus SURPLUS times
+// What a block knows of the queries of 8 heads beside their bytes: they themselves, for exact keys;
+// what scores of positions count, in those of codes and in full. `first_sum` is minus SURPLUS times
 // the sum of a query's integers.
 template <int DIM>
 struct MixedFacts : QueryFacts<8> {
     static constexpr int ROW = DIM + 8;  // two heads' rows in different banks
-    alignas(8) float exact[8], positions[8];
+    alignas(8) float positions[8];
+    float of_coefs[8];
     alignas(16) u16 rows[8 * ROW];
 };
 
@@ -101,6 +102,98 @@ struct ExactRows {
     INLINE const u16* row(int key, bool is_value) const {
         if (key < num_sinks) return sinks + (is_value ? sink_values : 0) + key * DIM;
         return recent + (base + (u32)key % (u32)cap) * recent_stride + (is_value ? DIM : 0);
+    }
+};
+
+// Exact rows as a warp reads them, one after the other, and the sums of all heads over them. Lane l
+// has channels 4 l on (2 l at D = 64) of K, and of V those of its part of a row of sums.
+template <int DIM>
+struct ExactSums {
+    static constexpr int VALUES = DIM / WARP, HEADS = 8;
+    float max[HEADS], sum[HEADS], acc[HEADS][VALUES];
+
+    INLINE ExactSums() {
+#pragma unroll
+        for (int h = 0; h < HEADS; ++h) {
+            max[h] = MINUS_INFINITY;
+            sum[h] = 0;
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) acc[h][i] = 0;
+        }
+    }
+
+    // Adds a key; `angles` and `coefs` are those of the lane, coefs of neighbouring heads `stride`
+    // apart, or null. Leaves scores in base 2 of all heads in `scores`.
+    INLINE void add(const u16* key, const u16* value, const float* angles, const float* coefs,
+                    int stride, const MixedFacts<DIM>& facts, float scale_log2, float* scores,
+                    int lane) {
+        float k[VALUES], v[VALUES], angle[VALUES] = {};
+        load_row(k, key);
+        load_row(v, value);
+        if (angles) load_vector(angle, angles);
+        float s[HEADS];
+#pragma unroll
+        for (int h = 0; h < HEADS; ++h) {
+            float q[VALUES], of_angles = 0;
+            load_row(q, facts.rows + h * MixedFacts<DIM>::ROW + lane * VALUES);
+            s[h] = 0;
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) s[h] = multiply_add(q[i], k[i], s[h]);
+            if (angles) {
+                float c[VALUES];
+                load_vector(c, coefs + h * stride);
+#pragma unroll
+                for (int i = 0; i < VALUES; ++i) of_angles = multiply_add(c[i], angle[i], of_angles);
+                s[h] = multiply_add(of_angles, facts.of_coefs[h], s[h]);
+            }
+        }
+#pragma unroll
+        for (int mask = 1; mask < WARP; mask *= 2)
+#pragma unroll
+            for (int h = 0; h < HEADS; ++h) s[h] += shuffle_xor(s[h], mask);
+#pragma unroll
+        for (int h = 0; h < HEADS; ++h) {
+            s[h] *= scale_log2;
+            if (lane == h) scores[h] = s[h];
+            const float most = larger(max[h], s[h]), shift = shift_of(most);
+            const float decay = power_of_two(max[h] - shift), p = power_of_two(s[h] - shift);
+            max[h] = most;
+            sum[h] = multiply_add(sum[h], decay, p);
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i)
+                acc[h][i] = multiply_add(p, v[i], acc[h][i] * decay);
+        }
+    }
+
+    // Joins a warp's rows of sums and its maxima and sums of weights, those of keys from planes.
+    INLINE void join(float* rows, int stride, float (&stats)[HEADS][3], int lane) const {
+#pragma unroll
+        for (int h = 0; h < HEADS; ++h) {
+            const float most = larger(max[h], stats[h][0]), shift = shift_of(most);
+            const float own = power_of_two(max[h] - shift);
+            const float other = power_of_two(stats[h][0] - shift);
+            float row[VALUES];
+            load_vector(row, rows + h * stride + lane * VALUES);
+#pragma unroll
+            for (int i = 0; i < VALUES; ++i) row[i] = multiply_add(own, acc[h][i], other * row[i]);
+            store_vector(rows + h * stride + lane * VALUES, row);
+            const float all = multiply_add(own, sum[h], other * stats[h][1]);
+            sync_warp();
+            if (lane == 0) {
+                stats[h][0] = most;
+                stats[h][1] = all;
+            }
+        }
+    }
+
+private:
+    static INLINE void load_row(float (&x)[VALUES], const u16* at) {
+#pragma unroll
+        for (int i = 0; i < VALUES; i += 2) {
+            const u32 pair = *reinterpret_cast<const u32*>(at + i);
+            x[i] = low_bf16(pair);
+            x[i + 1] = high_bf16(pair);
+        }
     }
 };
 
@@ -146,6 +239,16 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 if (key(n, i / 2) >= limit) p[n][0][i] = MINUS_INFINITY;
+    }
+
+    // Hides those of the page from `first` on that are exact.
+    INLINE void hide(Scores& p, const ExactRows& exact, int first) const {
+        if (!exact.are_in(first, PAGE_KEYS)) return;
+#pragma unroll
+        for (int n = 0; n < TILES; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (exact.has(first + key(n, i / 2))) p[n][0][i] = MINUS_INFINITY;
     }
 
     // Norms of this lane's keys from their bytes (codecs/norm_byte.py).
@@ -222,41 +325,6 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
             for (int i = 0; i < 4; ++i) p[n][0][i] *= norms[n][i / 2];
     }
 
-    // Scores of keys of the page from `first` on that are exact, in place of those of codes.
-    INLINE void score_exact(Scores& p, const ExactRows& exact, int first) const {
-#pragma unroll
-        for (int n = 0; n < TILES; ++n) {
-            bool has[2];
-            u32 words[2][4][UNIT / 2] = {};
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                has[r] = exact.has(first + key(n, r));
-                if (!has[r]) continue;
-                const u16* row = exact.row<DIM>(first + key(n, r), false) + t * UNIT;
-#pragma unroll
-                for (int quarter = 0; quarter < 4; ++quarter)
-                    load_exact(words[r][quarter], row + quarter * (DIM / 4));
-            }
-            float s[4] = {};
-#pragma unroll
-            for (int w = 0; w < WORDS; ++w)
-#pragma unroll
-                for (int quarter = 0; quarter < 4; ++quarter) {
-                    u32 pair[2];
-                    const int channel = quarter * (DIM / 4) + t * UNIT + 4 * w;
-                    const u16* q = mixed_facts->rows + g * MixedFacts<DIM>::ROW + channel;
-                    load_words<8>(pair, reinterpret_cast<const u8*>(q));
-                    const u32(&a)[UNIT / 2] = words[0][quarter], (&b)[UNIT / 2] = words[1][quarter];
-                    mma(s, a[2 * w], b[2 * w], a[2 * w + 1], b[2 * w + 1], pair[0], pair[1]);
-                }
-            float factors[2];
-            load_vector(factors, mixed_facts->exact + 2 * t);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (has[i / 2]) p[n][0][i] = s[i] * factors[i % 2];
-        }
-    }
-
     // Adds what positions do: with n = n0 + r, n0 the page's first key, and a pair of columns a, b
     //   a cos(n w) + b sin(n w) = (a c + b s) cos(r w) + (b c - a s) sin(r w),
     // c and s those of n0 w, in `row`. `coefs` are the head's, and `fragments` the lane's, 1024
@@ -297,10 +365,9 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
                 p[n][0][i] = multiply_add(of_positions[n][i], factors[i % 2], p[n][0][i]);
     }
 
-    // Weights of a page as B fragments, those of exact rows 0; `of_page` gets their sums, of this
-    // lane's keys alone.
+    // Weights of a page as B fragments; `of_page` gets their sums, of this lane's keys alone.
     INLINE void weigh_values(u32 (&pairs)[TILES][2], float (&of_page)[2], const Scores& p,
-                             const u8* stage, const ExactRows& exact, int first, bool is_near) {
+                             const u8* stage) {
         float norms[TILES][2];
         load_norms<208>(norms, stage + P::V_NORMS);
 #pragma unroll
@@ -310,11 +377,7 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
                 const float low = p[n][0][2 * r], high = p[n][0][2 * r + 1];
                 of_page[0] += low;
                 of_page[1] += high;
-                // A weight that is NaN must not reach the planes' sums of other rows by 0 * NaN.
-                const bool is_exact = is_near && exact.has(first + key(n, r));
-                const float norm = norms[n][r];
-                pairs[n][r] =
-                    transpose_8x8(is_exact ? 0u : pack_bf16(low * norm, high * norm));
+                pairs[n][r] = transpose_8x8(pack_bf16(low * norms[n][r], high * norms[n][r]));
             }
 #pragma unroll
         for (int j = 0; j < 2; ++j) sum[0][j] += of_page[j];
@@ -384,43 +447,6 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
         return (fine & 0x33333333u) | (base << 2 & 0xccccccccu);
     }
 
-    // The same of exact rows of the page from `first` on.
-    INLINE void add_exact(const Scores& p, const ExactRows& exact, int first) {
-#pragma unroll
-        for (int n = 0; n < TILES; ++n) {
-            u32 words[4][4][V_UNIT / 2] = {};
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                const int of_row = first + key_of_row(2 * t + r % 2 + r / 2 * 8) + 4 * n;
-                if (!exact.has(of_row)) continue;
-                const u16* row = exact.row<DIM>(of_row, true) + g * V_UNIT;
-#pragma unroll
-                for (int quarter = 0; quarter < 4; ++quarter)
-                    load_exact(words[r][quarter], row + quarter * (DIM / 4));
-            }
-            u32 pairs[2];
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const bool has = exact.has(first + key(n, r));
-                const float low = has ? p[n][0][2 * r] : 0.0f;
-                const float high = has ? p[n][0][2 * r + 1] : 0.0f;
-                pairs[r] = transpose_8x8(pack_bf16(low * 0x1p-8f, high * 0x1p-8f));
-            }
-#pragma unroll
-            for (int m = 0; m < FRAGMENTS; ++m) {
-                const int byte = m % V_UNIT, q = m / V_UNIT;
-                u32 a[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const u32 left = words[i / 2 * 2][q + i % 2 * 2][byte / 2];
-                    const u32 right = words[i / 2 * 2 + 1][q + i % 2 * 2][byte / 2];
-                    a[i] = byte % 2 ? high_halves(left, right) : low_halves(left, right);
-                }
-                mma(acc[0][m], a[0], a[1], a[2], a[3], pairs[0], pairs[1]);
-            }
-        }
-    }
-
     // The logarithm of the page's sum of weights, of heads 2t and 2t+1, to `shares` of the page.
     INLINE void put_share(float* shares, const float (&of_page)[2]) const {
 #pragma unroll
@@ -429,22 +455,6 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
 #pragma unroll
             for (int mask = 4; mask < WARP; mask *= 2) weight += shuffle_xor(weight, mask);
             if (g == 0) shares[2 * t + j] = max[0][j] + logarithm_of_two(weight);
-        }
-    }
-
-private:
-    template <int N>
-    static INLINE void load_exact(u32 (&words)[N], const u16* at) {
-        if constexpr (N == 4) {
-            const uint4 v = load_from_l2(reinterpret_cast<const uint4*>(at));
-            words[0] = v.x;
-            words[1] = v.y;
-            words[2] = v.z;
-            words[3] = v.w;
-        } else {
-#pragma unroll
-            for (int i = 0; i < N; ++i)
-                words[i] = load_from_l2(reinterpret_cast<const int*>(at) + i);
         }
     }
 };
