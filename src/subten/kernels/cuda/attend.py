@@ -43,8 +43,8 @@ MAX_SPLITS = 64
 MAX_ROWS = 65535
 """Pairs of a sequence and a query head that have a counter; more go to Triton."""
 
-MAX_SHARED_BYTES = 210 * 1024
-"""Dynamic shared memory of a block on sm_90: 227 KiB, less what the kernels declare (7.1 KiB)."""
+MAX_SHARED_BYTES = 216 * 1024
+"""Dynamic shared memory of a block on sm_90: 227 KiB, less what the kernels declare (10.3 KiB)."""
 
 MAX_POLLED = 2**20
 """Numbers that splits which poll may leave for their merge; where there are more, they count."""
@@ -55,10 +55,12 @@ UNSET_BITS = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SliceBytes:
-    """A slice, the keys that a warp takes at once, as `Part` of `attend_codecs.cuh` lays it out."""
+    """A slice, the keys that a warp takes at once, as `Part` of `attend_codecs.cuh` lays it out,
+    and a block's dynamic shared memory beside its rings."""
 
     keys: int
     stage_bytes: int
+    beside: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,8 +95,8 @@ class DecodePlan:
         assert self.shared_bytes(slice_bytes) <= MAX_SHARED_BYTES, (self, slice_bytes)
 
     def shared_bytes(self, slice_bytes: SliceBytes) -> int:
-        """Dynamic shared memory of a block: the rings of its warps."""
-        num_bytes = self.num_warps * self.num_stages * slice_bytes.stage_bytes
+        """Dynamic shared memory of a block: the rings of its warps, and what lies beside them."""
+        num_bytes = self.num_warps * self.num_stages * slice_bytes.stage_bytes + slice_bytes.beside
         # Where splits poll, 16 rows of sums lie there at the end.
         num_bytes = max(num_bytes, 8 * 1024)
         # Above 48 KiB, declared memory included, a kernel must be allowed to: the launch asks for
@@ -250,13 +252,30 @@ def decode_launch(
     scale: float,
     plan: DecodePlan | None,
 ) -> DecodeLaunch:
-    """Choose a plan if none is given, and allocate what the splits leave for their merge."""
-    device, num_heads, num_tiles = q_THD.device, q_THD.shape[1], len(step.tile_seq_Q)
-    group, layout = num_heads // num_kv_heads, slice_bytes(fmt)
+    """`launch_splits` of a codec's slices; chooses a plan if none is given."""
     if plan is None:
         plan = plan_decode(
-            fmt, num_sms=_num_sms(device), num_sequences=num_tiles, num_kv_heads=num_kv_heads
+            fmt,
+            num_sms=_num_sms(q_THD.device),
+            num_sequences=len(step.tile_seq_Q),
+            num_kv_heads=num_kv_heads,
         )
+    return launch_splits(q_THD, num_kv_heads, slice_bytes(fmt), step, scale=scale, plan=plan)
+
+
+def launch_splits(
+    q_THD: torch.Tensor,
+    num_kv_heads: int,
+    layout: SliceBytes,
+    step: StepTensors,
+    *,
+    scale: float,
+    plan: DecodePlan,
+) -> DecodeLaunch:
+    """Allocate what the splits leave for their merge, and say how to launch them."""
+    device, num_tiles = q_THD.device, len(step.tile_seq_Q)
+    num_heads, head_dim = q_THD.shape[1:]
+    group = num_heads // num_kv_heads
     plan.check(group, layout)
     assert scale > 0, scale
     max_slices = -(-step.max_kv_len // layout.keys)
@@ -267,14 +286,14 @@ def decode_launch(
     polls = (
         plan.polls
         and grid_splits > 1
-        and num_parts * (fmt.head_dim + 2) <= MAX_POLLED
+        and num_parts * (head_dim + 2) <= MAX_POLLED
         and (device.type != "cuda" or num_blocks <= _num_sms(device))
     )
     if polls:
         parts = _unset_parts(device)
-        part, part_stats = parts, parts[num_parts * fmt.head_dim :]
+        part, part_stats = parts, parts[num_parts * head_dim :]
     elif grid_splits > 1:
-        part = torch.empty(num_parts, fmt.head_dim, dtype=torch.float32, device=device)
+        part = torch.empty(num_parts, head_dim, dtype=torch.float32, device=device)
         part_stats = torch.empty(num_parts, 2, dtype=torch.float32, device=device)
     grid = (num_kv_heads, num_tiles, grid_splits)
     if plan.fills and num_tiles == 1 and num_blocks < _num_sms(device):
@@ -314,12 +333,13 @@ def suits(q_THD: torch.Tensor, pages_PGB: torch.Tensor, fmt: KVFormat, step: Ste
         and pages_PGB.data_ptr() % 16 == 0
         and pages_PGB.stride(0) % 16 == 0
         and pages_PGB.stride(1) % 16 == 0
-        and _has_bulk_copies(q_THD.device)
+        and has_bulk_copies(q_THD.device)
     )
 
 
 @functools.cache
-def _has_bulk_copies(device: torch.device) -> bool:
+def has_bulk_copies(device: torch.device) -> bool:
+    """Whether the device copies in bulk: compute capability 9.0."""
     return device.type != "cuda" or (detect(str(device)).capability or (0, 0)) >= (9, 0)
 
 
