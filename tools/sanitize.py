@@ -86,6 +86,22 @@ GROUPS = (
         parameters="not slots4 and not slots5 and not slots6",
     ),
     Group(
+        kernel="attend_mixed",
+        file="test_cuda_attend_mixed.py",
+        tests=("test_matches_dense", "test_polling_gives_the_bits_of_counting"),
+        parameters="not on_a_gpu",
+    ),
+    Group(
+        kernel="linear, tiles",
+        file="test_cuda_linear_tiles.py",
+        tests=("test_linear_of_odd_numbers_of_tokens", "test_rows_with_gaps"),
+    ),
+    Group(
+        kernel="route, batch",
+        file="test_cuda_route_batch.py",
+        tests=("test_route_of_odd_sizes", "test_ties_go_to_the_lowest_id"),
+    ),
+    Group(
         kernel="linear",
         file="test_cuda_gemv.py",
         tests=("test_linear_of_odd_sizes", "test_rows_with_gaps"),

@@ -118,7 +118,7 @@ def test_cases_beside_each_other_leave_records(tmp_path, monkeypatch, capsys):
     program, out = tmp_path / "sanitizer", tmp_path / "out.json"
     program.write_text(
         '#!/bin/sh\ncase "$*" in *planted*) echo "= ERROR SUMMARY: 1 error"; exit 97;; esac\n'
-        'echo 7 passed\ncase "$*" in *racecheck*test_cuda_route*) n=1;; *) n=0;; esac\n'
+        'echo 7 passed\ncase "$*" in *racecheck*test_cuda_route.py*) n=1;; *) n=0;; esac\n'
         'echo "========= ERROR SUMMARY: $n errors"\n'
     )
     program.chmod(0o755)

@@ -123,12 +123,12 @@ def plan_decode(
     its result does too.
 
     Two stages everywhere: an SM that has given its shared memory to attention has little L1 left,
-    through which the kernels around, which start early, fetch their weights. With three, a layer of
-    32 sequences of qwen3-30b-a3b takes 44 us longer, and one sequence with an fp8 cache at 128k 23 us
-    (docs/performance.md). Plans of the first tier are those with which a whole layer is fastest, or
-    nearly, at 1k, 32k and 128k tokens (benchmarks/plans/h200-attend-layer.json); by itself attention
-    would rather have deeper rings (h200-attend-fills.json). Polling saves 0.5 to 2.2 us wherever
-    there is something to merge.
+    through which the kernels around, which start early, fetch their weights. With three, a layer
+    of 32 sequences of qwen3-30b-a3b takes 44 us longer, and one of a single sequence with an fp8
+    cache at 128k 23 us (docs/performance.md). Plans of the first tier are those with which a whole
+    layer is fastest, or nearly, at 1k, 32k and 128k tokens (benchmarks/plans/
+    h200-attend-layer.json); by itself attention would rather have deeper rings
+    (h200-attend-fills.json). Polling saves 0.5 to 2.2 us wherever there is something to merge.
 
     A single split, which merges nothing, is not the fastest even at 1k: a merge of four costs what
     their parallel work saves.

@@ -35,7 +35,8 @@ ARENA_BYTES = 256 * 256
 """Levels of values and angles of positions, beside the rings."""
 
 MAX_WINDOW = 448
-"""Recent rows that a query reads: the arena holds scores of 512 exact keys, up to 64 of them sinks."""
+"""Recent rows that a query reads: the arena holds scores of 512 exact keys, up to 64 of them
+sinks."""
 
 
 def attend_mixed(
@@ -55,10 +56,11 @@ def attend_mixed(
 ) -> torch.Tensor:
     """`subten.kernels.attend_mixed.attend_mixed` in one CUDA launch, for steps of single tokens.
 
-    Cold pages, outlier channels, windows above 448 tokens, what `attend` on CUDA does not take either, and steps with more
-    than one token of a sequence go to Triton. `plan` and `pdl` are for measuring. Counters and what
-    must be in memory before the kernels ahead have ended are as there: only q, coefficients, the
-    newest row of each sequence, and exact rows may come from those.
+    Cold pages, outlier channels, windows above 448 tokens, what `attend` on CUDA does not take
+    either, and steps with more than one token of a sequence go to Triton. `plan` and `pdl` are
+    for measuring. Counters and what must be in memory before the kernels ahead have ended are
+    as there: only q, coefficients, the newest row of each sequence, and exact rows may come
+    from those.
 
     A step that adds to `mass_SP` has one launch more.
     """
