@@ -166,7 +166,8 @@ def bars_table(results: Results) -> str:
             }
             rows += [[f"{model}, {text}, {window}", *row] for row in judge(found)]
     for row in of_kind(results, "kv_synthetic"):
-        if (row["model"], row["scheme"]) == ("synthetic qwen2.5", "int4, stripped"):
+        stripped = ("adaptive, stripped", "int4, stripped")
+        if row["model"] == "synthetic qwen2.5" and row["scheme"] in stripped:
             error, asked = row["relative_key_error"], "at most 0.02 at 4.25 bits"
             met = _met(error <= 0.02 and row["true_bits"] <= 4.25)
             name = f"{row['scheme']}, {row['true_bits']:.3f}"
@@ -258,7 +259,7 @@ def menu_table(results: Results) -> str:
         for row in schemes
         if (row["text"], row["window"]) == WIKI
     }
-    speed = _times_fp8(results)
+    context, speed = _times_fp8(results)
     twin = {"fp4": "nvfp4", "fp4_mx": "mxfp4"}  # The same codes, as others call them.
     rows = []
     for name, when in MENU.items():
@@ -277,21 +278,21 @@ def menu_table(results: Results) -> str:
         rows.append([options, when, *sizes, *costs, speed.get(name.partition("-")[0], "")])
     header = ["`--kv-cache-dtype`", "when to use it", "bytes at 64", "at 128"]
     header += [f"{model}: perplexity, KLD" for model in models]
-    return table([*header, "time of attention, times fp8"], rows)
+    return table([*header, f"attention at {context} tokens, times fp8"], rows)
 
 
-def _times_fp8(results: Results) -> dict[str, str]:
-    """Attention of one step at the longest context that was measured, by format."""
+def _times_fp8(results: Results) -> tuple[int, dict[str, str]]:
+    """Attention of one step at the longest context that was measured, by format; that context."""
+    rows = [row for result in of_kind(results, "adaptive_attend") for row in result["records"]]
+    longest = max((row["context"] for row in rows), default=0)
+    rows = [row for row in rows if row["context"] == longest]
     found: dict[str, list[float]] = {}
-    for result in of_kind(results, "adaptive_attend"):
-        longest = max(row["context"] for row in result["records"])
-        rows = [row for row in result["records"] if row["context"] == longest]
-        fp8 = next(row["us_per_layer"] for row in rows if row["format"] == "fp8")
-        for row in rows:
-            if not row["format"].endswith("plain"):
-                name = row["format"].partition(" ")[0]
-                found.setdefault(name, []).append(row["us_per_layer"] / fp8)
-    return {
+    for row in rows:
+        if not row["format"].endswith("plain"):
+            fp8 = next(other["us_per_layer"] for other in rows if other["format"] == "fp8")
+            name = row["format"].partition(" ")[0]
+            found.setdefault(name, []).append(row["us_per_layer"] / fp8)
+    return longest, {
         name: f"{min(each):.2f}" + (f" to {max(each):.2f}" if len(each) > 1 else "")
         for name, each in found.items()
     }
