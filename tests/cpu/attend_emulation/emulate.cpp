@@ -66,6 +66,7 @@ const std::map<std::string, Launch> kernels = {
     MIXED(4, 128, false, true),
     MIXED(4, 128, true, true),
     MIXED(3, 64, true, true),
+    {"attend_mixed_kernel<4, 128, true, true, 512>", unpack(attend_mixed_kernel<4, 128, true, true, 512>)},
 };
 
 // Inputs that the kernel ahead writes: they are NaN until a block waits.

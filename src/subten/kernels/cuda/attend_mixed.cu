@@ -85,17 +85,17 @@ INLINE void fill_angles(u8* arena, const float* table, int table_len) {
     for (int f = threadIdx.x / WARP; f < 4 * STEPS; f += num_warps) {
         const int tile = f / STEPS, step = f % STEPS, pair = 16 * (step / 2) + 4 * t + step % 2 * 2;
         u32 words[4];
+        float inverse[2];
+        load_vector(inverse, table + pair);  // cos 0, times the factor
+#pragma unroll
+        for (int i = 0; i < 2; ++i) inverse[i] = rough_reciprocal(inverse[i]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = key_of_row(g + i % 2 * 8) + 4 * tile;
             float v[2] = {};
-            if (row < table_len) {
-                float factor[2];
-                load_vector(factor, table + pair);
-                load_vector(v, table + row * DIM + i / 2 * (DIM / 2) + pair);
-                v[0] = divide(v[0], factor[0]);
-                v[1] = divide(v[1], factor[1]);
-            }
+            if (row < table_len) load_vector(v, table + row * DIM + i / 2 * (DIM / 2) + pair);
+            v[0] *= inverse[0];
+            v[1] *= inverse[1];
             words[i] = pack_half(v[0], v[1]);
         }
         u8* to = arena + (4 * f + lane / 8) * ARENA_ROW + 128 + lane % 8 * 16;
