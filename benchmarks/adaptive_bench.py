@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import multiprocessing
 import sys
@@ -277,8 +278,8 @@ def try_plans(
 ) -> Iterator[dict[str, Any]]:
     """A line a plan."""
     case = make_mixed(shape, mix, context)
-    for plan in plans_to_try():
-        line = {"mix": mix.name, "context": context}
+    for plan, cuda_mixed.IS_ROLLED in itertools.product(plans_to_try(), (True, False)):
+        line = {"mix": mix.name, "context": context, "is_rolled": cuda_mixed.IS_ROLLED}
         line |= {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
         run = functools.partial(case.attend, functools.partial(cuda_mixed.attend_mixed, plan=plan))
         try:

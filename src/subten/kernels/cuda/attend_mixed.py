@@ -34,6 +34,9 @@ from subten.kernels.step import StepTensors
 ARENA_BYTES = 256 * 256
 """Levels of values and angles of positions, beside the rings."""
 
+IS_ROLLED = True
+"""Whether the loops within a page are loops, for the sake of the instruction cache."""
+
 MAX_WINDOW = 448
 """Recent rows that a query reads: the arena holds scores of 512 exact keys, 64 of them sinks."""
 
@@ -188,8 +191,9 @@ def kernel_name(
 ) -> str:
     """The kernel of attend_mixed.cu for bits of keys, D, a table or none, how splits merge, and the
     threads of a block that its registers must suffice for."""
-    flags = (str(has_table).lower(), str(polls).lower(), str(256 if num_warps <= 8 else 512))
-    return f"attend_mixed_kernel<{pages.k_bits}, {fmt.head_dim}, {', '.join(flags)}>"
+    flags = (has_table, polls, 256 if num_warps <= 8 else 512, IS_ROLLED)
+    arguments = ", ".join(str(flag).lower() for flag in (pages.k_bits, fmt.head_dim, *flags))
+    return f"attend_mixed_kernel<{arguments}>"
 
 
 def _tiles() -> AttendPlan:
