@@ -82,6 +82,8 @@ def attend(
     is_split = plan.grid_splits > 1
     partials = make_partials(q_THD, plan) if is_split else Partials(out_THD, out_THD)
     constants = tile_constants(q_THD, plan, rotation_DD)
+    # What is looked up in a table is not fetched ahead: each stage would read the table again.
+    is_looked_up = fmt.codec.tables is not None and step.max_query_len == 1
     _attend_kernel[(num_tiles, num_kv_heads * plan.head_blocks, plan.grid_splits)](
         *tile_args(step, plan),
         q_THD,
@@ -108,7 +110,7 @@ def attend(
         IS_SPLIT=is_split,
         **constants,
         num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
+        num_stages=1 if is_looked_up else plan.num_stages,
     )
     if is_split:
         merge(partials, out_THD, step, plan, constants)

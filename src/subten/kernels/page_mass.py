@@ -178,7 +178,7 @@ def _tile_mass_kernel(
             sum_M = sum_M * tl.exp2(max_M - shift_M) + tl.exp2(lse_M - shift_M)
             max_M = next_max_M
         # Rows that saw nothing have no share either: any finite number will do.
-        is_empty_M = max_M == float("-inf")
+        is_empty_M = sum_M == 0.0
         lse_M = tl.where(is_empty_M, 0.0, max_M) + tl.log2(tl.where(is_empty_M, 1.0, sum_M))
         share_row = (tile.to(tl.int64) * num_blocks + block) * share_pages
         share_PM = share_ptr + (share_row + page_P)[:, None] * BLOCK_M

@@ -61,8 +61,9 @@ struct BlockPlace {
     int tile, kv_head, split, token, num_taken, num_slices, slices_each;
 };
 
-// Warps have left their rows of sums in `rings`, `ring_bytes` apart, and max, sum and zero in `stats`. A warp a head from here on. Each split leaves the logarithm of
-// its sum of weights in `lse` [T, H, Z], if there is one.
+// Warps have left their rows of sums in `rings`, `ring_bytes` apart, and max, sum and zero in `stats`.
+// A warp a head from here on. The logarithm of each head's sum of weights goes to `lse` [T, H], if
+// there is one.
 template <class Codec, class Sums, int DIM, bool POLLS>
 INLINE void finish_block(const AttendCall& call, const BlockPlace& place, u8* rings, int ring_bytes,
                          float (&stats)[MAX_WARPS][Sums::HEADS][3], float* lse) {
@@ -79,7 +80,8 @@ INLINE void finish_block(const AttendCall& call, const BlockPlace& place, u8* ri
     auto first_part = [&](int head) { return (first_row + head) * call.num_splits; };
     auto part_of = [&](int head) { return call.part + first_part(head) * DIM; };
     auto stats_of = [&](int head) { return call.part_stats + first_part(head) * 2; };
-    auto put_out = [&](float (&v)[VALUES], float sum, int head) {
+    auto put_out = [&](float (&v)[VALUES], float sum, float max, int head) {
+        if (lse && lane == 0) lse[out_row + head] = max + logarithm_of_two(sum);
         // A row that saw nothing becomes 0; NaN is not 0, so a poisoned sequence stays NaN.
         const float inverse = 1.0f / (sum == 0.0f ? 1.0f : sum);
 #pragma unroll
@@ -123,8 +125,6 @@ INLINE void finish_block(const AttendCall& call, const BlockPlace& place, u8* ri
 #pragma unroll
             for (int i = 0; i < VALUES; ++i) v[i] += zero;
         }
-        if (lse && lane == 0)
-            lse[(out_row + head) * call.num_splits + split] = max + logarithm_of_two(sum);
         if (!is_alone) {
             if (POLLS) {
                 publish_split(v, sum, max, part_of(head), stats_of(head), split, lane);
@@ -134,7 +134,7 @@ INLINE void finish_block(const AttendCall& call, const BlockPlace& place, u8* ri
                                 call.arrived + first_row + head, split, num_used, lane))
                 continue;
         }
-        put_out(v, sum, head);
+        put_out(v, sum, max, head);
     }
     if (!POLLS || is_alone || split >= group) return;
 
@@ -147,11 +147,14 @@ INLINE void finish_block(const AttendCall& call, const BlockPlace& place, u8* ri
 #pragma unroll 1
     for (int i = warp; i < num_merged * num_fours; i += num_warps) {
         const int head = split + i / num_fours * num_used, four = i % num_fours;
-        float v[VALUES];
+        float v[VALUES], max;
         const float sum =
-            merge_four(v, part_of(head), stats_of(head), FOUR * four, num_used, lane);
+            merge_four(v, max, part_of(head), stats_of(head), FOUR * four, num_used, lane);
         store_vector(of_fours + i * DIM, v);
-        if (lane == 0 && four == 0) stats[0][i / num_fours][1] = sum;
+        if (lane == 0 && four == 0) {
+            stats[0][i / num_fours][0] = max;
+            stats[0][i / num_fours][1] = sum;
+        }
     }
     __syncthreads();
 #pragma unroll 1
@@ -168,7 +171,7 @@ INLINE void finish_block(const AttendCall& call, const BlockPlace& place, u8* ri
 #pragma unroll
             for (int j = 0; j < VALUES; ++j) v[j] += of_four[j];
         }
-        put_out(v, stats[0][i][1], head);
+        put_out(v, stats[0][i][1], stats[0][i][0], head);
     }
 }
 

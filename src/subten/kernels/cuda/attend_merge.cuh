@@ -40,9 +40,9 @@ struct SplitStats {
         return is_set;
     }
 
-    // Turns maxima into weights, and gives the sum of the whole head.
-    INLINE float weigh() {
-        const float max = max_over_lanes<1>(larger(held[0][0], held[1][0]));
+    // Turns maxima into weights, and gives sum and maximum of the whole head.
+    INLINE float weigh(float& max) {
+        max = max_over_lanes<1>(larger(held[0][0], held[1][0]));
 #pragma unroll
         for (int j = 0; j < 2; ++j) held[j][0] = power_of_two(held[j][0] - shift_of(max));
         return sum_over_lanes<WARP>(held[0][0] * held[0][1] + held[1][0] * held[1][1]);
@@ -71,7 +71,7 @@ INLINE void add_four(float (&v)[VALUES], const float (*rows)[VALUES], const Spli
 // Counting. `v` of each lane and `sum`, relative to `max`, are those of one split, of which one
 // warp gets true, and what is of the whole head.
 template <int VALUES>
-INLINE bool merge_by_count(float (&v)[VALUES], float& sum, float max, float* part, float* stats,
+INLINE bool merge_by_count(float (&v)[VALUES], float& sum, float& max, float* part, float* stats,
                            int* arrived, int split, int num_used, int lane) {
     constexpr int BATCH = 4 * FOUR;
     const float own_stat[2] = {max, sum};
@@ -98,7 +98,7 @@ INLINE bool merge_by_count(float (&v)[VALUES], float& sum, float max, float* par
     };
     all.load(stats, num_used, lane);
     load(0);
-    sum = all.weigh();
+    sum = all.weigh(max);
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) v[i] = 0;
 #pragma unroll 1
@@ -129,10 +129,10 @@ INLINE void publish_split(const float (&v)[VALUES], float sum, float max, float*
 }
 
 // Polling, second: v = the sum of four rows from split z on, once they are there, which it unsets;
-// gives the sum of weights of the whole head.
+// gives sum of weights and maximum of the whole head.
 template <int VALUES>
-INLINE float merge_four(float (&v)[VALUES], float* part, const float* stats, int z, int num_used,
-                        int lane) {
+INLINE float merge_four(float (&v)[VALUES], float& max, float* part, const float* stats, int z,
+                        int num_used, int lane) {
     SplitStats all;
     float rows[FOUR][VALUES];
     float* const from = part + (z * WARP + lane) * VALUES;
@@ -159,7 +159,7 @@ INLINE float merge_four(float (&v)[VALUES], float* part, const float* stats, int
 #pragma unroll
     for (int b = 0; b < FOUR; ++b)
         if (z + b < num_used) store_vector(from + b * WARP * VALUES, unset);
-    const float sum = all.weigh();
+    const float sum = all.weigh(max);
     add_four(v, rows, all, z);
     return sum;
 }

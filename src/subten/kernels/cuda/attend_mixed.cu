@@ -85,17 +85,17 @@ INLINE void fill_angles(u8* arena, const float* table, int table_len) {
     for (int f = threadIdx.x / WARP; f < 4 * STEPS; f += num_warps) {
         const int tile = f / STEPS, step = f % STEPS, pair = 16 * (step / 2) + 4 * t + step % 2 * 2;
         u32 words[4];
+        float inverse[2];
+        load_vector(inverse, table + pair);  // cos 0, times the factor
+#pragma unroll
+        for (int i = 0; i < 2; ++i) inverse[i] = rough_reciprocal(inverse[i]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = key_of_row(g + i % 2 * 8) + 4 * tile;
             float v[2] = {};
-            if (row < table_len) {
-                float factor[2];
-                load_vector(factor, table + pair);
-                load_vector(v, table + row * DIM + i / 2 * (DIM / 2) + pair);
-                v[0] = divide(v[0], factor[0]);
-                v[1] = divide(v[1], factor[1]);
-            }
+            if (row < table_len) load_vector(v, table + row * DIM + i / 2 * (DIM / 2) + pair);
+            v[0] *= inverse[0];
+            v[1] *= inverse[1];
             words[i] = pack_half(v[0], v[1]);
         }
         u8* to = arena + (4 * f + lane / 8) * ARENA_ROW + 128 + lane % 8 * 16;
@@ -103,10 +103,10 @@ INLINE void fill_angles(u8* arena, const float* table, int table_len) {
     }
 }
 
-template <int BITS, int DIM, bool HAS_TABLE, bool POLLS>
+template <int BITS, int DIM, bool HAS_TABLE, bool POLLS, bool IS_ROLLED>
 INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     using P = MixedPart<BITS, DIM>;
-    using Sums = MixedSums<BITS, DIM>;
+    using Sums = MixedSums<BITS, DIM, IS_ROLLED>;
     constexpr int HEADS = 8;
     // Heads lie so far apart that lanes of two of them read different banks.
     constexpr int COEFS = DIM + 16;
@@ -216,6 +216,7 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
         if (mixed.window > 0) {
             const int near = num_seen - mixed.window, from = load_from_l2(mixed.recent_from + seq);
             exact.first_near = near > from ? near : from;
+            if (exact.first_near > num_keys) exact.first_near = num_keys;
             exact.base = load_from_l2(mixed.recent_base + seq);
             exact.cap = load_from_l2(mixed.recent_cap + seq);
             exact.recent = mixed.recent + kv_head * mixed.recent_head_stride;
@@ -331,8 +332,7 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
             own.add_positions(p, reinterpret_cast<const float*>(stage + P::TABLE_ROW), own_coefs,
                               fragments);
         give_back();
-        own.hide(p, num_keys - first_key);
-        own.hide(p, exact, first_key);
+        own.hide(p, exact.num_sinks - first_key, exact.first_near - first_key);
         own.weigh(p, PAGE_KEYS);
         wait_phase(P::barrier_of(stage), parity);
         u32 pairs[Sums::TILES][2];
@@ -407,7 +407,7 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
                                             mixed.lse);
 }
 
-template <int BITS, int DIM, bool HAS_TABLE, bool POLLS, int MOST_THREADS>
+template <int BITS, int DIM, bool HAS_TABLE, bool POLLS, int MOST_THREADS, bool IS_ROLLED>
 __global__ void __launch_bounds__(MOST_THREADS, 1)
     attend_mixed_kernel(const u16* q, i64 q_stride_t, i64 q_stride_h, i64 q_stride_d, const u8* k,
                         i64 k_stride, i64 k_head_stride, const u8* base, i64 base_stride,
@@ -452,5 +452,5 @@ __global__ void __launch_bounds__(MOST_THREADS, 1)
                           table_len,
                           share_pages,
                           has_fine != 0};
-    mixed_block<BITS, DIM, HAS_TABLE, POLLS>(call, mixed);
+    mixed_block<BITS, DIM, HAS_TABLE, POLLS, IS_ROLLED>(call, mixed);
 }

@@ -34,9 +34,11 @@ from subten.kernels.step import StepTensors
 ARENA_BYTES = 256 * 256
 """Levels of values and angles of positions, beside the rings."""
 
+IS_ROLLED = True
+"""Whether the loops within a page are loops, for the sake of the instruction cache."""
+
 MAX_WINDOW = 448
-"""Recent rows that a query reads: the arena holds scores of 512 exact keys, up to 64 of them
-sinks."""
+"""Recent rows that a query reads: the arena holds scores of 512 exact keys, 64 of them sinks."""
 
 
 def attend_mixed(
@@ -57,10 +59,9 @@ def attend_mixed(
     """`subten.kernels.attend_mixed.attend_mixed` in one CUDA launch, for steps of single tokens.
 
     Cold pages, outlier channels, windows above 448 tokens, what `attend` on CUDA does not take
-    either, and steps with more than one token of a sequence go to Triton. `plan` and `pdl` are
-    for measuring. Counters and what must be in memory before the kernels ahead have ended are
-    as there: only q, coefficients, the newest row of each sequence, and exact rows may come
-    from those.
+    either, and steps with more than one token of a sequence go to Triton. `plan` and `pdl` are for
+    measuring. Counters and what must be in memory before the kernels ahead have ended are as there:
+    only q, coefficients, the newest row of each sequence, and exact rows may come from those.
 
     A step that adds to `mass_SP` has one launch more.
     """
@@ -125,8 +126,8 @@ def attend_mixed(
     if mass_SP is None:
         run(step, None, None)
         return out_THD
-    tiles = _tiles_of(plan)
-    lse_THZ = q_THD.new_empty((*q_THD.shape[:2], plan.num_splits), dtype=torch.float32)
+    tiles = _tiles()
+    lse_THZ = q_THD.new_empty((*q_THD.shape[:2], 1), dtype=torch.float32)
     shares = make_shares(q_THD, num_kv_heads, step, tiles)
     for first_tile, part in shares.parts(step):
         run(part, shares.share_QBPM, lse_THZ)
@@ -173,9 +174,9 @@ def plan_mixed(*, num_sms: int, num_sequences: int, num_kv_heads: int) -> Decode
     pairs = num_sequences * num_kv_heads
     if pairs > num_sms // 2:
         num_splits = 4 if pairs < 4 * num_sms else 1
-        return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=8, num_stages=3)
+        return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=16, num_stages=2)
     num_splits = max(1, min(MAX_SPLITS, num_sms // num_kv_heads // 2 * 2))
-    return DecodePlan(num_splits=num_splits, min_slices=4, num_warps=8, num_stages=3, polls=True)
+    return DecodePlan(num_splits=num_splits, min_slices=4, num_warps=16, num_stages=2, polls=True)
 
 
 def page_bytes(pages: MixedPages, fmt: MixedFormat) -> SliceBytes:
@@ -190,22 +191,23 @@ def kernel_name(
 ) -> str:
     """The kernel of attend_mixed.cu for bits of keys, D, a table or none, how splits merge, and the
     threads of a block that its registers must suffice for."""
-    flags = (str(has_table).lower(), str(polls).lower(), str(256 if num_warps <= 8 else 512))
-    return f"attend_mixed_kernel<{pages.k_bits}, {fmt.head_dim}, {', '.join(flags)}>"
+    flags = (has_table, polls, 256 if num_warps <= 8 else 512, IS_ROLLED)
+    arguments = ", ".join(str(flag).lower() for flag in (pages.k_bits, fmt.head_dim, *flags))
+    return f"attend_mixed_kernel<{arguments}>"
 
 
-def _tiles_of(plan: DecodePlan) -> AttendPlan:
-    """The launch as kernels of page_mass.py see it: 8 rows a tile, and these splits."""
+def _tiles() -> AttendPlan:
+    """The launch as kernels of page_mass.py see it: 8 rows a tile, whose splits are merged."""
     return AttendPlan(
         tile_tokens=1,
         block_heads=8,
         head_blocks=1,
         block_rows=8,
-        num_splits=plan.num_splits,
-        min_pages=plan.min_slices,
-        grid_splits=plan.num_splits,
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
+        num_splits=1,
+        min_pages=1,
+        grid_splits=1,
+        num_warps=1,
+        num_stages=1,
         merge_heads=1,
         merge_warps=1,
     )

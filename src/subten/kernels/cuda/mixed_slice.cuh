@@ -91,13 +91,10 @@ struct ExactRows {
     i64 sink_values, recent_stride;
     int num_sinks, first_near, num_keys, base, cap;
 
-    INLINE bool has(int key) const {
-        return key < num_sinks || (key >= first_near && key < num_keys);
-    }
     INLINE bool are_in(int first, int count) const {
         return first < num_sinks || first + count > first_near;
     }
-    // Of a key that it has.
+    // Of one of these keys.
     template <int DIM>
     INLINE const u16* row(int key, bool is_value) const {
         if (key < num_sinks) return sinks + (is_value ? sink_values : 0) + key * DIM;
@@ -197,7 +194,7 @@ private:
     }
 };
 
-template <int BITS, int DIM>
+template <int BITS, int DIM, bool IS_ROLLED>
 struct MixedSums : WarpSums<KvMixed, DIM, 1> {
     using Base = WarpSums<KvMixed, DIM, 1>;
     using P = MixedPart<BITS, DIM>;
@@ -206,6 +203,7 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
     using Base::acc, Base::g, Base::t, Base::max, Base::q_pairs, Base::sum;
     static constexpr int STEPS = Base::STEPS, TILES = Base::TILES, FRAGMENTS = Base::FRAGMENTS;
     static constexpr int WORDS = Base::KeyShare::WORDS, UNIT = Base::KeyShare::UNIT;
+    static constexpr int LOOPS = IS_ROLLED ? 1 : TILES;
     // Neighbouring channels of V that a lane holds in each quarter.
     static constexpr int V_UNIT = DIM / 32;
     static_assert(TILES == 4 && FRAGMENTS == STEPS && Base::ValueShare::WORDS == 1, "a whole page");
@@ -231,33 +229,23 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
 
     INLINE int key(int n, int r) const { return first_row_key + 4 * n + turn * r; }
 
-    // Hides keys of the page from `limit` on.
-    INLINE void hide(Scores& p, int limit) const {
-        if (limit >= PAGE_KEYS) return;
+    // Hides keys of the page but those from `start` to `end` - 1.
+    INLINE void hide(Scores& p, int start, int end) const {
+        if (start <= 0 && end >= PAGE_KEYS) return;
 #pragma unroll
         for (int n = 0; n < TILES; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                if (key(n, i / 2) >= limit) p[n][0][i] = MINUS_INFINITY;
+                if (key(n, i / 2) < start || key(n, i / 2) >= end) p[n][0][i] = MINUS_INFINITY;
     }
 
-    // Hides those of the page from `first` on that are exact.
-    INLINE void hide(Scores& p, const ExactRows& exact, int first) const {
-        if (!exact.are_in(first, PAGE_KEYS)) return;
-#pragma unroll
-        for (int n = 0; n < TILES; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (exact.has(first + key(n, i / 2))) p[n][0][i] = MINUS_INFINITY;
-    }
-
-    // Norms of this lane's keys from their bytes (codecs/norm_byte.py).
+    // Norms of this lane's keys of tiles `first` and the next from their bytes (codecs/norm_byte.py).
     template <int BIAS>
-    INLINE void load_norms(float (&norms)[TILES][2], const u8* bytes) const {
-        u32 words[4];
-        load_words<16>(words, bytes + g / 2 * 16);
+    INLINE void load_norms(float (&norms)[2][2], const u8* bytes, int first) const {
+        u32 words[2];
+        load_words<8>(words, bytes + g / 2 * 16 + first * 4);
 #pragma unroll
-        for (int n = 0; n < TILES; ++n)
+        for (int n = 0; n < 2; ++n)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const float byte = float_of_byte(words[n], norm_bytes[r]);
@@ -279,9 +267,15 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
 
     // Scores of the keys in `stage` from their codes: sums of integers, exact; those of the upper
     // bytes of q count 256. Nibble j of a word of codes has that of byte j / 2, of quarter q or,
-    // where j is odd, q + 2. Two tiles at once: their sums do not wait for each other.
+    // where j is odd, q + 2. Two tiles at once: their sums do not wait for each other. A loop, as
+    // those below, for instructions that do not fit the first cache come at half the speed; `p`
+    // moves on by two tiles, for registers have no index.
     INLINE void score(Scores& p, const u8* stage) const {
 #pragma unroll
+        for (int n = 0; n < TILES; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) p[n][0][i] = 0;
+#pragma unroll LOOPS
         for (int first = 0; first < TILES; first += 2) {
             u32 low[2][2][WORDS], high[2][2][WORDS];
             int upper[2][4] = {}, lower[2][4];
@@ -311,18 +305,17 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
                         mma_bytes(upper[b], a, q_pairs[0][step]);
                         mma_bytes(lower[b], a, q_pairs[0][step + 1]);
                     }
+            float norms[2][2];
+            load_norms<128>(norms, stage + P::K_NORMS, first);
 #pragma unroll
             for (int b = 0; b < 2; ++b)
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    p[first + b][0][i] = (float)(upper[b][i] * 256 + lower[b][i]);
+                for (int i = 0; i < 4; ++i) {
+                    p[b][0][i] = p[b + 2][0][i];
+                    p[b + 2][0][i] =
+                        (float)(upper[b][i] * 256 + lower[b][i]) * norms[b][i / 2];
+                }
         }
-        float norms[TILES][2];
-        load_norms<128>(norms, stage + P::K_NORMS);
-#pragma unroll
-        for (int n = 0; n < TILES; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) p[n][0][i] *= norms[n][i / 2];
     }
 
     // Adds what positions do: with n = n0 + r, n0 the page's first key, and a pair of columns a, b
@@ -332,7 +325,7 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
     INLINE void add_positions(Scores& p, const float* row, const float* coefs,
                               const u8* fragments) const {
         float of_positions[TILES][4] = {}, factors[2];
-#pragma unroll
+#pragma unroll LOOPS
         for (int u = 0; u < DIM / 32; ++u) {
             const int pair = 16 * u + 4 * t;
             float c[4], s[4], a[4], b[4], x[4], y[4];
@@ -368,17 +361,21 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
     // Weights of a page as B fragments; `of_page` gets their sums, of this lane's keys alone.
     INLINE void weigh_values(u32 (&pairs)[TILES][2], float (&of_page)[2], const Scores& p,
                              const u8* stage) {
-        float norms[TILES][2];
-        load_norms<208>(norms, stage + P::V_NORMS);
 #pragma unroll
-        for (int n = 0; n < TILES; ++n)
+        for (int first = 0; first < TILES; first += 2) {
+            float norms[2][2];
+            load_norms<208>(norms, stage + P::V_NORMS, first);
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const float low = p[n][0][2 * r], high = p[n][0][2 * r + 1];
-                of_page[0] += low;
-                of_page[1] += high;
-                pairs[n][r] = transpose_8x8(pack_bf16(low * norms[n][r], high * norms[n][r]));
-            }
+            for (int b = 0; b < 2; ++b)
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const float low = p[first + b][0][2 * r], high = p[first + b][0][2 * r + 1];
+                    of_page[0] += low;
+                    of_page[1] += high;
+                    pairs[first + b][r] =
+                        transpose_8x8(pack_bf16(low * norms[b][r], high * norms[b][r]));
+                }
+        }
 #pragma unroll
         for (int j = 0; j < 2; ++j) sum[0][j] += of_page[j];
     }
@@ -390,10 +387,17 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
         }
     }
 
-    // O^T += V^T P^T of values at 2 bits.
-    INLINE void add_base(const u32 (&pairs)[TILES][2], const u8* stage) {
-        float surplus[1][4] = {};
+    static INLINE void move_on(u32 (&pairs)[TILES][2]) {
 #pragma unroll
+        for (int n = 1; n < TILES; ++n)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) pairs[n - 1][r] = pairs[n][r];
+    }
+
+    // O^T += V^T P^T of values at 2 bits; `pairs` is used up.
+    INLINE void add_base(u32 (&pairs)[TILES][2], const u8* stage) {
+        float surplus[1][4] = {};
+#pragma unroll LOOPS
         for (int n = 0; n < TILES; ++n) {
             u32 rows[4], a[FRAGMENTS][4];
             load_values(rows, stage, n);
@@ -402,9 +406,10 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
             KvMixed::value_pairs(a, ab, cd);
 #pragma unroll
             for (int m = 0; m < FRAGMENTS; ++m)
-                mma(acc[0][m], a[m][0], a[m][1], a[m][2], a[m][3], pairs[n][0], pairs[n][1]);
+                mma(acc[0][m], a[m][0], a[m][1], a[m][2], a[m][3], pairs[0][0], pairs[0][1]);
             mma(surplus[0], KvMixed::SURPLUS_X, KvMixed::SURPLUS_Y, KvMixed::SURPLUS_X,
-                KvMixed::SURPLUS_Y, pairs[n][0], pairs[n][1]);
+                KvMixed::SURPLUS_Y, pairs[0][0], pairs[0][1]);
+            move_on(pairs);
         }
         Base::drop_surplus(surplus);
     }
@@ -412,8 +417,8 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
     // The same of values at 4 bits. `table` has, 256 bytes apart, for each pair of codes
     // `fine | base << 2`, that of the first key in the lower four bits, both levels / 256; each
     // lane reads a copy of its own, `own` bytes on.
-    INLINE void add_fine(const u32 (&pairs)[TILES][2], const u8* stage, const u8* table, u32 own) {
-#pragma unroll
+    INLINE void add_fine(u32 (&pairs)[TILES][2], const u8* stage, const u8* table, u32 own) {
+#pragma unroll LOOPS
         for (int n = 0; n < TILES; ++n) {
             u32 base[4], fine[4];
             load_values(base, stage, n);
@@ -437,8 +442,9 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
                     const u32 at = byte_and_below(codes[i / 2][q][i % 2], byte, own);
                     a[i] = *reinterpret_cast<const u32*>(table + at);
                 }
-                mma(acc[0][m], a[0], a[1], a[2], a[3], pairs[n][0], pairs[n][1]);
+                mma(acc[0][m], a[0], a[1], a[2], a[3], pairs[0][0], pairs[0][1]);
             }
+            move_on(pairs);
         }
     }
 
