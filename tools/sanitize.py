@@ -218,7 +218,7 @@ def result(output: str, status: int, *, is_planted: bool = False) -> dict[str, A
     is_found = status == FOUND and any(num_errors)
     return {
         "tests_passed": num_tests,
-        "closing_line": closing[-1] if closing else "",
+        "closing_line": closing[0] if closing else "",
         "exit_status": status,
         "passed": is_found if is_planted else is_clean,
     }
