@@ -1,5 +1,5 @@
-// Runs the kernels of attend.cu, append_attend.cu and attend_mixed.cu on the CPU by name, with CUDA's own array of
-// arguments.
+// Runs the kernels of attend.cu, append_attend.cu and attend_mixed.cu on the CPU by name, with
+// CUDA's own array of arguments.
 // First: their guards keep the real ones out.
 #include "device.cuh"
 #include "attend_device.cuh"
@@ -8,22 +8,12 @@
 #include "attend.cu"
 #include "attend_mixed.cu"
 
-#include <string>
-#include <utility>
+#include "launches.h"
 
 namespace {
 
-using Launch = std::function<void(void**)>;
-
-template <class... Args, size_t... I>
-Launch unpack(void (*kernel)(Args...), std::index_sequence<I...>) {
-    return [kernel](void** args) { kernel(*reinterpret_cast<std::decay_t<Args>*>(args[I])...); };
-}
-
-template <class... Args>
-Launch unpack(void (*kernel)(Args...)) {
-    return unpack(kernel, std::index_sequence_for<Args...>{});
-}
+using emulation::Launch;
+using emulation::unpack;
 
 #define ONE(CODEC, DIM, TILES, POLLS)                                \
     {"attend_kernel<" #CODEC ", " #DIM ", " #TILES ", " #POLLS ">", \

@@ -6,22 +6,12 @@
 
 #include "linear_tiles.cu"
 
-#include <string>
-#include <utility>
+#include "launches.h"
 
 namespace {
 
-using Launch = std::function<void(void**)>;
-
-template <class... Args, size_t... I>
-Launch unpack(void (*kernel)(Args...), std::index_sequence<I...>) {
-    return [kernel](void** args) { kernel(*reinterpret_cast<std::decay_t<Args>*>(args[I])...); };
-}
-
-template <class... Args>
-Launch unpack(void (*kernel)(Args...)) {
-    return unpack(kernel, std::index_sequence_for<Args...>{});
-}
+using emulation::Launch;
+using emulation::unpack;
 
 #define ONE(CODES, NT, WARPS, DEPTH, IS_NORMED)                                              \
     {"linear_tiles_kernel<" #CODES ", " #NT ", " #WARPS ", " #DEPTH ", " #IS_NORMED ">",     \
