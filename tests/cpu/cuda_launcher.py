@@ -20,13 +20,18 @@ EMULATION = Path(__file__).parent / "cuda_emulation"
 
 
 @functools.cache
-def emulator() -> ctypes.CDLL:
-    """The kernels compiled for the CPU, every thread of a block a fiber."""
+def emulator(*folders: Path) -> ctypes.CDLL:
+    """The kernels compiled for the CPU, every thread of a block a fiber.
+
+    `folders` hold `emulate.cpp` (the first) and stand-ins for headers, besides EMULATION.
+    """
+    folders = (*folders, EMULATION)
     folder = tempfile.mkdtemp(prefix="subten-emulator-")
     library = Path(folder) / "emulate.so"
     command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing"]
     command += ["-Wall", "-Wno-unknown-pragmas", "-Werror", "-shared", "-fPIC"]
-    command += [f"-I{EMULATION}", f"-I{SOURCES}", f"{EMULATION}/emulate.cpp", "-o", str(library)]
+    command += [f"-I{folder}" for folder in (*folders, SOURCES)]
+    command += [f"{folders[0]}/emulate.cpp", "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     loaded = ctypes.CDLL(str(library))

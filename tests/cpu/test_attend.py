@@ -20,8 +20,10 @@ from subten.core import PAGE_SIZE
 from subten.kernels import attend as attend_module
 from subten.kernels import attend_plan
 from subten.kernels.attend import attend, attend_torch, read_pages
+from subten.kernels.attend_tiles import _signs, turn_results
 from subten.kernels.kv_append import kv_append_torch
 from subten.kernels.step import StepTensors, make_step
+from subten.kernels.triton_shim import tl, triton_jit
 
 Randn = Callable[..., torch.Tensor]
 POISON = 0xFF
@@ -151,17 +153,20 @@ def make_scene(
 def dense(scene: Scene, q_THD: torch.Tensor, num_new: list[int]) -> torch.Tensor:
     """Attention in FP64 over decode(encode(rows)), token by token, head by head."""
 
-    def stored(x_NGD: torch.Tensor) -> torch.Tensor:
+    def stored(s: int) -> tuple[torch.Tensor, torch.Tensor]:
+        # Keys and values in one product and one call, as the twin has them: sums of another shape
+        # may round to another code.
         codec, rotation_DD = scene.fmt.codec, scene.rotation_DD
-        rows = x_NGD.reshape(-1, x_NGD.shape[-1])
-        rows = rows if rotation_DD is None else rows @ rotation_DD
+        x_N2GD = torch.stack([scene.keys[s], scene.values[s]], dim=1)
+        rows = (x_N2GD if rotation_DD is None else x_N2GD @ rotation_DD).flatten(0, 2)
         rows = codec.decode(*codec.encode(rows), scene.fmt.head_dim).double()
         rows = rows if rotation_DD is None else rows @ rotation_DD.double()
-        return rows.view(x_NGD.shape)
+        k_NGD, v_NGD = rows.view(x_N2GD.shape).unbind(1)
+        return k_NGD, v_NGD
 
     out_THD, token = torch.zeros(q_THD.shape, dtype=torch.float64, device=q_THD.device), 0
     for s, new in enumerate(num_new):
-        k_NGD, v_NGD = stored(scene.keys[s]), stored(scene.values[s])
+        k_NGD, v_NGD = stored(s)
         group = q_THD.shape[1] // k_NGD.shape[1]
         for position in range(scene.lengths[s] - new, scene.lengths[s]):
             for h in range(q_THD.shape[1]):
@@ -502,3 +507,43 @@ def test_op_refuses_a_rotation_that_its_butterfly_is_not(randn: Randn) -> None:
             scale=1.0,
             rotation_DD=other_DD,
         )
+
+
+@triton_jit
+def _store_signs(out_ptr: tl.tensor, WIDTH: tl.constexpr, STAGES: tl.constexpr) -> None:
+    d = tl.arange(0, WIDTH)
+    sign_DD = _signs(WIDTH, STAGES).to(tl.float32)
+    tl.store(out_ptr + d[:, None] * WIDTH + d[None, :], sign_DD)
+
+
+@triton_jit
+def _turn_tile(
+    x_ptr: tl.tensor, out_ptr: tl.tensor, WIDTH: tl.constexpr, STAGES: tl.constexpr
+) -> None:
+    at_MD = tl.arange(0, 16)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    turned_MD = turn_results(tl.load(x_ptr + at_MD), STAGES, True)
+    tl.store(out_ptr + at_MD, turned_MD)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+def test_signs_are_those_of_the_rotation(head_dim: int, device: torch.device) -> None:
+    width, block = 1 << (head_dim - 1).bit_length(), head_dim & -head_dim
+    sign_DD = torch.empty(width, width, device=device)
+    _store_signs[(1,)](sign_DD, WIDTH=width, STAGES=block.bit_length() - 1)
+    turned_DD = sign_DD[:head_dim, :head_dim] * block**-0.5
+    assert_close(turned_DD, hadamard(head_dim, device), 1e-7, 1e-7)
+    assert bool((sign_DD[:head_dim, head_dim:] == 0).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.triton
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_results_are_turned_as_exactly_as_in_float32(head_dim: int, randn: Randn) -> None:
+    x_MD = randn(16, head_dim)
+    out_MD = torch.empty_like(x_MD)
+    _turn_tile[(1,)](x_MD, out_MD, WIDTH=head_dim, STAGES=head_dim.bit_length() - 1)
+    expected_MD = x_MD.double() @ hadamard(head_dim, x_MD.device).double()
+    # Three terms leave 2^-24 of each number; sums of head_dim products in FP32, 2^-24 a step.
+    bound = 2.0**-22 * float(x_MD.abs().max()) * head_dim**0.5
+    assert_close(out_MD, expected_MD, bound, bound / 2)

@@ -6,16 +6,12 @@ On a CPU the kernels' own source runs in an emulator, lane by lane.
 from __future__ import annotations
 
 import ctypes
-import functools
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_launcher import EMULATION, SOURCES, refuse_launch, use_kernels
+from cuda_launcher import emulator, refuse_launch, use_kernels
 
 from conftest import assert_close
 from subten.kernels.cuda import experts as cuda_experts
@@ -45,28 +41,14 @@ LARGE = GroupedPlan(tiles=4, warps=2, depth=2, blocks=1)
 """So does it this one: two pairs of tiles, one of which most loads leave out."""
 
 
-@functools.cache
-def emulator() -> ctypes.CDLL:
-    """grouped.cu compiled for the CPU, every thread of a block a fiber."""
-    folder = tempfile.mkdtemp(prefix="subten-emulator-")
-    library = Path(folder) / "grouped.so"
-    command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing"]
-    command += ["-Wall", "-Wno-unknown-pragmas", "-Werror", "-shared", "-fPIC"]
-    command += [f"-I{folder}" for folder in (GROUPED_EMULATION, EMULATION, SOURCES)]
-    command += [str(GROUPED_EMULATION / "emulate.cpp"), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    loaded = ctypes.CDLL(str(library))
-    shutil.rmtree(folder)
-    return loaded
-
-
 def emulated_launch(source, name, grid, block, args, *, device, shared_bytes=0, pdl=False):
     """`runtime.launch` of grouped.cu on the CPU."""
     assert source == "grouped.cu" and device.type == "cpu" and isinstance(pdl, bool), source
     values = [runtime.pack_argument(arg) for arg in args]
     pointers = runtime.pointer_array(values)
-    failed = emulator().emulate(name.encode(), *grid, 1, 1, block, shared_bytes, pointers)
+    failed = emulator(GROUPED_EMULATION).emulate(
+        name.encode(), *grid, 1, 1, block, shared_bytes, pointers
+    )
     assert not failed, f"the emulator does not hold {name}"
 
 
@@ -184,6 +166,29 @@ def test_all_tokens_to_the_last_expert(randn, weight_format, num_tokens):
     case.check(case.run(LARGE))
 
 
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("num_sms", [1, 2, 5])
+@pytest.mark.usefixtures("kernels", "poisoned")
+def test_blocks_walk_over_items(monkeypatch, randn, generator, weight_format, num_sms):
+    """The bits of a block for each item, whoever takes it, and whatever it asks for early."""
+    dim, hidden = SHAPES[weight_format]
+    case = Case(
+        randn,
+        distinct_ids(generator, 26, 6, 3) % 4,
+        E=6,
+        D=dim,
+        hidden=hidden,
+        weight_format=weight_format,
+        residual_dtype=torch.float32,
+    )
+    monkeypatch.setattr(cuda_grouped, "MAX_EARLY_BYTES", 0)
+    expected_TD = case.run(PLANS[0])
+    monkeypatch.setattr(cuda_grouped, "NUM_SMS", num_sms)
+    monkeypatch.setattr(cuda_grouped, "MAX_EARLY_BYTES", 2**18)
+    assert torch.equal(case.run(PLANS[0]), expected_TD)
+    case.check(expected_TD)
+
+
 @pytest.mark.usefixtures("kernels")
 def test_a_token_has_the_same_bits_in_any_company(randn, generator):
     ids_TK = distinct_ids(generator, 21, 3, 2)
@@ -219,6 +224,24 @@ def test_a_bad_token_leaves_the_others_alone(randn, generator):
     assert torch.equal(bad_TD[kept], good_TD[kept])
 
 
+@pytest.mark.usefixtures("kernels")
+def test_sums_below_the_normal_numbers(randn, generator):
+    """Codes are 2^-120 of their values, so sums of act, about 2^-21 here, are subnormal."""
+    ids_TK, (dim, hidden) = distinct_ids(generator, 9, 4, 2), SHAPES["fp8"]
+    case = Case(
+        randn,
+        ids_TK,
+        E=4,
+        D=dim,
+        hidden=hidden,
+        weight_format="fp8",
+        residual_dtype=torch.float32,
+    )
+    case.routing.h_TD.mul_(2.0**-10)
+    case.residual_TD.zero_()
+    case.check(case.run(PLANS[1]))
+
+
 @pytest.mark.parametrize("weight_format", ["fp8", "int4"])
 @pytest.mark.usefixtures("kernels")
 def test_codes_are_decoded_exactly(weight_format, device):
@@ -233,7 +256,7 @@ def test_codes_are_decoded_exactly(weight_format, device):
     num_units = FORMATS[weight_format].codes // 8
     pairs = torch.empty(len(byte), num_units * 4, dtype=torch.int32)
     for row, out in zip(byte, pairs, strict=True):
-        failed = emulator().decode(
+        failed = emulator(GROUPED_EMULATION).decode(
             weight_format.encode(),
             ctypes.c_void_p(row.data_ptr()),
             ctypes.c_void_p(out.data_ptr()),
@@ -242,7 +265,8 @@ def test_codes_are_decoded_exactly(weight_format, device):
         assert not failed
     scale = torch.ones(len(byte), 1)
     expected = dequantize(byte, scale, weight_format)
-    assert torch.equal(pairs.view(torch.bfloat16).float(), expected)
+    unit = 2.0**120 if weight_format == "fp8" else 1.0
+    assert torch.equal(pairs.view(torch.bfloat16).float() * unit, expected)
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)

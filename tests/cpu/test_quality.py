@@ -34,8 +34,8 @@ CONFIG = ModelConfig(
 )
 
 
-def tiny_decoder(codec: str, seed: int) -> Decoder:
-    device = torch.device("cpu")
+def tiny_decoder(codec: str, seed: int, device: torch.device | str = "cpu") -> Decoder:
+    device = torch.device(device)
     decoder = Decoder(
         CONFIG,
         select_ops("torch", device),
@@ -107,9 +107,12 @@ def test_figures_equal_the_plain_sums(generator, monkeypatch, num_tokens, window
         perplexity, kld = plain_figures(seed, row.kv_cache_dtype, tokens, window)
         assert row.num_tokens == num_tokens - num_windows
         # The same float32 model; chunks and batches change the order of float32 sums only, here
-        # over at most 96 terms, and then 1e-5 of a logit of size 10.
-        assert math.isclose(row.perplexity, perplexity, rel_tol=1e-3)
-        assert math.isclose(row.kld_mean, kld, rel_tol=1e-2, abs_tol=1e-5)
+        # over at most 96 terms, and then 1e-5 of a logit of size 10. That moves a value across an
+        # edge of a 4-bit code about once in 600 runs, and then perplexity by a thousandth: an error
+        # of one format is some hundredths, and in KLD the whole.
+        is_exact = row.kv_cache_dtype == "bf16"
+        assert math.isclose(row.perplexity, perplexity, rel_tol=1e-3 if is_exact else 4e-3)
+        assert math.isclose(row.kld_mean, kld, rel_tol=4e-2, abs_tol=1e-5)
         assert row.perplexity_ratio == pytest.approx(row.perplexity / results[1].perplexity)
 
 

@@ -62,9 +62,10 @@ def read_layers(
         yield seen
 
 
-def embed(model: Decoder, id_T: torch.Tensor) -> torch.Tensor:
-    """The residual stream of a window before the first layer, float32."""
-    return model.ops.embed(id_T, model.embedding_VD)  # type: ignore[no-any-return]
+def embed(model: Decoder, id_WT: torch.Tensor) -> torch.Tensor:
+    """The residual stream of windows, or of one [T], before the first layer, float32."""
+    x_MD = model.ops.embed(id_WT.flatten(), model.embedding_VD)
+    return x_MD.view(*id_WT.shape, -1)  # type: ignore[no-any-return]
 
 
 @torch.inference_mode()

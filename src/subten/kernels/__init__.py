@@ -23,7 +23,7 @@ _TABLE: Mapping[str, tuple[str, str | None]] = {
     "embed": ("embed", None),
     "rms_norm": ("norm_rope", None),
     "norm_rope": ("norm_rope", None),
-    "linear": ("linear", "gemv"),
+    "linear": ("linear", "linear"),
     "route": ("route", "route"),
     "experts": ("experts", "experts"),
     "kv_append": ("kv_append", "kv_append"),

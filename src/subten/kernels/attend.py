@@ -25,6 +25,7 @@ from subten.kernels.attend_tiles import (
     tile_constants,
     tile_rows,
     tile_span,
+    turn_results,
 )
 from subten.kernels.attend_tiles import num_sms as _num_sms
 from subten.kernels.kv_append import (
@@ -32,7 +33,6 @@ from subten.kernels.kv_append import (
     check_rotation,
     codec_tables,
     page_planes,
-    rotate_rows,
 )
 from subten.kernels.step import StepTensors
 from subten.kernels.triton_shim import tl, triton_jit
@@ -364,6 +364,6 @@ def _attend_kernel(
         out_row_M = out_row_M * num_splits + split
         tl.store(lse_ptr + out_row_M, max_M + tl.log2(sum_M), mask=mask_M)
     else:
-        out_MD = rotate_rows(out_MD, STAGES)
+        out_MD = turn_results(out_MD, STAGES, dtype == tl.bfloat16)
     out = out_ptr + out_row_M[:, None] * HEAD_DIM + d[None, :]
     tl.store(out, out_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)

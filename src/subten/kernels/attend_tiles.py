@@ -191,12 +191,51 @@ def load_queries(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> Any:
-    """Queries of a tile, turned, in their own dtype; 0 where masked."""
+    """Queries of a tile of at least 16 rows, turned, in their own dtype; 0 where masked."""
     d = tl.arange(0, BLOCK_D)
     mask_MD = mask_M[:, None] & (d < HEAD_DIM)[None, :]
     q_row_M = token_M.to(tl.int64) * q_stride_t + head_M * q_stride_h
     q_MD = tl.load(q_ptr + q_row_M[:, None] + d[None, :] * q_stride_d, mask=mask_MD, other=0.0)
+    if STAGES > 0 and q_MD.dtype == tl.bfloat16:
+        BLOCK: tl.constexpr = 1 << STAGES
+        turned_MD = tl.dot(q_MD, _signs(BLOCK_D, STAGES)) * (BLOCK**-0.5)
+        return turned_MD.to(q_MD.dtype)
     return rotate_rows(q_MD.to(tl.float32), STAGES).to(q_MD.dtype)
+
+
+@triton_jit
+def turn_results(x_MD: tl.tensor, STAGES: tl.constexpr, IS_BF16: tl.constexpr) -> Any:
+    """`rotate_rows` of a tile of at least 16 rows, on tensor cores where queries are bfloat16.
+
+    A tile of 128 rows would pass through shared memory once for each stage. Three bfloat16 terms
+    hold the 24 bits of a float32, and their products with signs are exact.
+    """
+    if STAGES > 0 and IS_BF16:
+        BLOCK: tl.constexpr = 1 << STAGES
+        sign_DD = _signs(x_MD.shape[1], STAGES)
+        high_MD = x_MD.to(tl.bfloat16)
+        rest_MD = x_MD - high_MD.to(tl.float32)
+        middle_MD = rest_MD.to(tl.bfloat16)
+        low_MD = (rest_MD - middle_MD.to(tl.float32)).to(tl.bfloat16)
+        turned_MD = tl.dot(low_MD, sign_DD)
+        turned_MD = tl.dot(middle_MD, sign_DD, acc=turned_MD)
+        turned_MD = tl.dot(high_MD, sign_DD, acc=turned_MD)
+        return turned_MD * (BLOCK**-0.5)
+    return rotate_rows(x_MD, STAGES)
+
+
+@triton_jit
+def _signs(WIDTH: tl.constexpr, STAGES: tl.constexpr) -> Any:
+    """The Hadamard matrix of `rotate_rows` without its factor, bfloat16 [WIDTH, WIDTH]: element
+    (i, j) of a block is -1 to the number of bits that i and j share."""
+    tl.static_assert(STAGES <= 8)
+    i_D1, j_1D = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
+    shared_DD = i_D1 & j_1D & ((1 << STAGES) - 1)
+    shared_DD ^= shared_DD >> 4
+    shared_DD ^= shared_DD >> 2
+    shared_DD ^= shared_DD >> 1
+    is_block_DD = (i_D1 >> STAGES) == (j_1D >> STAGES)
+    return tl.where(is_block_DD, 1.0 - 2.0 * (shared_DD & 1).to(tl.float32), 0.0).to(tl.bfloat16)
 
 
 @triton_jit

@@ -18,7 +18,7 @@ def embed(token_id_T: torch.Tensor, embedding_VD: torch.Tensor) -> torch.Tensor:
 
     One launch.
     """
-    num_tokens, dim = len(token_id_T), embedding_VD.shape[1]
+    (num_tokens,), dim = token_id_T.shape, embedding_VD.shape[1]
     assert embedding_VD.is_contiguous(), embedding_VD.stride()
     x_TD = torch.empty(num_tokens, dim, dtype=torch.float32, device=embedding_VD.device)
     if num_tokens:
@@ -29,6 +29,7 @@ def embed(token_id_T: torch.Tensor, embedding_VD: torch.Tensor) -> torch.Tensor:
 
 def embed_torch(token_id_T: torch.Tensor, embedding_VD: torch.Tensor) -> torch.Tensor:
     """The twin of `embed`."""
+    assert token_id_T.dim() == 1, token_id_T.shape
     return F.embedding(token_id_T, embedding_VD).float()
 
 

@@ -24,6 +24,7 @@ using i64 = long long;
 struct alignas(16) uint4 { u32 x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
+struct alignas(8) uint2 { u32 x, y; };
 struct dim3 { int x = 1, y = 1, z = 1; };
 
 #define __global__

@@ -15,31 +15,35 @@
 
 namespace emulation {
 
-struct Copy16 {
+struct Copy {
     void* to;
     const void* from;
+    size_t num_bytes;
 };
 
 struct Copies {
-    std::vector<Copy16> open;
-    std::deque<std::vector<Copy16>> groups;
+    std::vector<Copy> open;
+    std::deque<std::vector<Copy>> groups;
 };
 
 inline std::map<int, Copies> copies;  // by thread; all waited for when a block ends
 
-}  // namespace emulation
-
-using SharedAt = u8*;
-inline SharedAt shared_at(u8* at) { return at; }
-
-inline void copy16(SharedAt to, const void* from) {
-    if (((uintptr_t)to | (uintptr_t)from) % 16 || !emulation::has_waited[emulation::current]) {
+inline void start_copy(void* to, const void* from, size_t num_bytes) {
+    if (((uintptr_t)to | (uintptr_t)from) % num_bytes || !has_waited[current]) {
         std::fprintf(stderr, "emulated copy: not aligned, or before the wait\n");
         std::abort();
     }
-    std::memset(to, 0xff, 16);
-    emulation::copies[emulation::current].open.push_back({to, from});
+    std::memset(to, 0xff, num_bytes);
+    copies[current].open.push_back({to, from, num_bytes});
 }
+
+}  // namespace emulation
+
+using SharedAt = u8*;
+inline SharedAt shared_at(const void* at) { return static_cast<u8*>(const_cast<void*>(at)); }
+
+inline void copy16(SharedAt to, const void* from) { emulation::start_copy(to, from, 16); }
+inline void copy4(SharedAt to, const void* from) { emulation::start_copy(to, from, 4); }
 
 inline void end_copies() {
     emulation::Copies& own = emulation::copies[emulation::current];
@@ -49,11 +53,19 @@ inline void end_copies() {
 
 template <int NEWEST>
 void wait_copies() {
-    std::deque<std::vector<emulation::Copy16>>& groups =
+    std::deque<std::vector<emulation::Copy>>& groups =
         emulation::copies[emulation::current].groups;
     for (; groups.size() > NEWEST; groups.pop_front())
-        for (const emulation::Copy16& copy : groups.front())
-            std::memcpy(copy.to, copy.from, 16);
+        for (const emulation::Copy& copy : groups.front())
+            std::memcpy(copy.to, copy.from, copy.num_bytes);
+}
+
+// Reads what it asks for, all of which must be there.
+inline void fetch_to_l2(const void* from, int num_bytes) {
+    if ((uintptr_t)from % 16 || num_bytes % 16) std::abort();
+    volatile u8 seen;
+    for (int i = 0; i < num_bytes; ++i) seen = static_cast<const u8*>(from)[i];
+    (void)seen;
 }
 
 // One rounding, from the exact result: products and sums here have far fewer than 53 bits.
@@ -66,8 +78,9 @@ inline u32 multiply_add_bf16x2(u32 a, u32 b, u32 c) {
 inline u32 choose_bytes(u32 v, u32 selector) {
     u32 out = 0;
     for (int i = 0; i < 4; ++i) {
-        const u32 nibble = selector >> 4 * i & 7;  // byte 4 and above are those of zero
-        out |= (nibble < 4 ? v >> 8 * nibble & 0xff : 0) << 8 * i;
+        const u32 nibble = selector >> 4 * i & 15, byte = v >> 8 * (nibble & 3) & 0xff;
+        if (nibble & 4) std::abort();
+        out |= (nibble & 8 ? (byte & 0x80 ? 0xff : 0) : byte) << 8 * i;
     }
     return out;
 }

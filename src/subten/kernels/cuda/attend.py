@@ -105,12 +105,12 @@ class DecodePlan:
 
 
 FULL_BLOCKS: Mapping[str, tuple[int, int, int, bool]] = {
-    "bf16": (8, 12, 3, False),
-    "int4": (4, 8, 2, True),
-    "int2": (4, 8, 2, True),
+    "bf16": (4, 12, 2, True),
+    "int4": (4, 16, 2, True),
+    "int2": (4, 16, 2, True),
 }
 """Codec to (min_slices, warps, stages, fills) of blocks that have an SM each; others take
-(4, 8, 3, True)."""
+(8, 12, 2, False)."""
 
 
 def plan_decode(
@@ -118,25 +118,31 @@ def plan_decode(
 ) -> DecodePlan:
     """Choose splits by the number of pairs of a sequence and a KV head.
 
-    Three tiers: splits that give every SM one block at batch 1; four splits; none. Within a tier
-    the split of a sequence depends on its own length alone, so its result does too.
+    Tiers: splits that give every SM one block at batch 1; as many, 1, 2 or 4, as leave no second
+    wave or many; none. Within a tier the split of a sequence depends on its own length alone, so
+    its result does too.
 
-    Past the first tier three stages of 8 warps let two blocks share an SM. So do plans of the first
-    tier that fill: the blocks of one launch fetch while those of the launch ahead still work, and
-    are the fastest, or within 1 us of it, at 1k, 32k and 128k tokens of both shapes
-    (benchmarks/plans/h200-attend-fills.json), but for bf16, whose bytes alone count at 128k, and
-    int2 at 128k of mixtral-8x7b. Polling saves 0.5 to 2.2 us wherever there is something to merge.
+    Two stages everywhere: an SM that has given its shared memory to attention has little L1 left,
+    through which the kernels around, which start early, fetch their weights. With three, a layer
+    of 32 sequences of qwen3-30b-a3b takes 44 us longer, and one of a single sequence with an fp8
+    cache at 128k 23 us (docs/performance.md). Plans of the first tier are those with which a whole
+    layer is fastest, or nearly, at 1k, 32k and 128k tokens (benchmarks/plans/
+    h200-attend-layer.json); by itself attention would rather have deeper rings
+    (h200-attend-fills.json). Polling saves 0.5 to 2.2 us wherever there is something to merge.
 
     A single split, which merges nothing, is not the fastest even at 1k: a merge of four costs what
     their parallel work saves.
     """
     pairs = num_sequences * num_kv_heads
     if pairs > num_sms // 2:
-        num_splits = 4 if pairs < 4 * num_sms else 1
-        return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=8, num_stages=3)
+        if pairs <= 2 * num_sms:
+            num_splits = 2 if pairs <= num_sms else 1
+        else:
+            num_splits = 4 if pairs < 4 * num_sms else 1
+        return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=8, num_stages=2)
     # Even: lengths that are powers of two then divide as evenly as they can.
     num_splits = max(1, min(MAX_SPLITS, num_sms // num_kv_heads // 2 * 2))
-    min_slices, num_warps, num_stages, fills = FULL_BLOCKS.get(fmt.codec.name, (4, 8, 3, True))
+    min_slices, num_warps, num_stages, fills = FULL_BLOCKS.get(fmt.codec.name, (8, 12, 2, False))
     return DecodePlan(
         num_splits=num_splits,
         min_slices=min_slices,

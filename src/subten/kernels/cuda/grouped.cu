@@ -8,150 +8,59 @@
 // A block takes one tile of an expert's tokens and 32 rows of its weights a warp; `mma` has the
 // weights as A and the tokens as B, so that a tile costs what its tokens do, 8 at a time.
 //
-//   weights:  a lane reads 16 bytes (C codes) of four rows at a time, straight from the row-major
-//             matrix into a ring of DEPTH blocks in registers, and makes bf16 of them there
+//   weights:  through a ring of DEPTH blocks in registers
+//   tokens:   copied into shared memory, DEPTH blocks of inputs a stage, three stages
 //
-//               | 16 bytes  16 bytes  16 bytes  16 bytes |  next block: 64 bytes on
-//       row     |   t = 0     t = 1     t = 2     t = 3  |
-//
-//   tokens:   copied into shared memory, DEPTH blocks of inputs a stage, three stages; a unit of 8
-//             inputs that lane t needs j-th lies at 64 * j + 16 * t, and rows are 64 bytes longer
-//             than a multiple of 128, so that no two of a quarter warp meet in a bank
-//
-// Inputs keep their order within a unit: the k of a sum is free, so that codes and tokens need only
-// agree. Every sum has one order, and a column is its token's alone: a token's bits do not depend
-// on the others.
-#include "grouped_device.cuh"
+// weight_tiles.cuh shows both.
+#include "weight_tiles.cuh"
 
 #define NUM_STAGES 3
 
-// Bf16, C = 8: a block is 32 inputs, and its words are fragments already.
-struct Bf16Codes {
-    static constexpr int CODES = 8, TOGETHER = 1;
-    static constexpr bool HAS_ROW_SCALE = false, HAS_GROUP_SCALE = false;
-
-    static INLINE void pairs(u32 (&pair)[4], const uint4& v, int) {
-        pair[0] = v.x, pair[1] = v.y, pair[2] = v.z, pair[3] = v.w;
-    }
-};
-
-// E4M3, C = 16: exponent and mantissa of a code, shifted into those of a bf16, are 2^-120 of its
-// value, subnormals included. Two codes take five instructions, exact, and the two products of
-// integers are not on the pipe of shifts and masks, which would be the narrowest.
-struct Fp8Codes {
-    static constexpr int CODES = 16, TOGETHER = 1;
-    static constexpr bool HAS_ROW_SCALE = true, HAS_GROUP_SCALE = false;
-
-    // Of codes in bytes 0 and 2, others zero: 16 * 0x80 + 0xf0 * 0x80 is the sign of a bf16.
-    static INLINE u32 value(u32 codes) {
-        const u32 bits = codes * 16 + (codes & 0x00800080u) * 0xf0;
-        return multiply_add_bf16x2(bits, 0x7b807b80u, 0x80008000u);  // * 2^120 - 0
-    }
-
-    static INLINE void pairs(u32 (&pair)[4], const uint4& v, int unit) {
-        const u32 first = unit == 0 ? v.x : v.z, second = unit == 0 ? v.y : v.w;
-        pair[0] = value(choose_bytes(first, 0x4140));
-        pair[1] = value(choose_bytes(first, 0x4342));
-        pair[2] = value(choose_bytes(second, 0x4140));
-        pair[3] = value(choose_bytes(second, 0x4342));
-    }
-};
-
-// int4, C = 32: a block is the 128 inputs of a group. A nibble q + 8 under the bits of 128 is 136 +
-// q, and 136 leaves exactly.
-struct Int4Codes {
-    static constexpr int CODES = 32, TOGETHER = 2;
-    static constexpr bool HAS_ROW_SCALE = false, HAS_GROUP_SCALE = true;
-
-    static INLINE void pairs(u32 (&pair)[4], const uint4& v, int unit) {
-        const u32 word = unit == 0 ? v.x : unit == 1 ? v.y : unit == 2 ? v.z : v.w;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const u32 bits = mask_or(word >> (4 * i), 0x000f000fu, 0x43004300u);
-            pair[i] = multiply_add_bf16x2(bits, 0x3f803f80u, 0xc308c308u);  // * 1 - 136
-        }
-    }
-};
-
-// A tile of an expert's sorted assignments: `count` of them from position `first`, at most `most`.
+// A tile of an expert's sorted assignments: `count` of them from position `first`, at most `most`;
+// and the part of the rows that goes with it.
 struct Tile {
-    int expert, first, count;
+    int expert, first, count, part;
 };
 
-// Which tile and which part of the rows a block takes: parts run slowest, so that tiles of an
-// expert meet in L2 and blocks without work come last. Every block counts the tiles of all experts
-// again from their E + 1 starts, which it leaves in `starts`, so that no host has to know them.
-// False for a block without work.
-INLINE bool find_tile(Tile& tile, int& part, int* starts, const int* start, int num_experts,
-                      int num_parts, int most, int thread, int num_threads) {
-    for (int i = thread; i <= num_experts; i += num_threads) starts[i] = load_from_l2(start + i);
-    __syncthreads();
-    const int lane = thread % WARP, each = (num_experts + WARP - 1) / WARP;
-    auto tiles_of = [&](int e) {
-        return e < num_experts ? (starts[e + 1] - starts[e] + most - 1) / most : 0;
-    };
-    int own = 0;
-    for (int i = 0; i < each; ++i) own += tiles_of(lane * each + i);
-    const int up_to = sum_to_lane(own, lane), num_tiles = from_lane(up_to, WARP - 1);
-    part = blockIdx.x / num_tiles;
-    if (part >= num_parts) return false;
-    const int index = blockIdx.x % num_tiles;
-    const int owner = lowest_bit(lanes_where(up_to > index));
-    int left = index - (from_lane(up_to, owner) - from_lane(own, owner));
-    int e = owner * each;
-    for (; left >= tiles_of(e); ++e) left -= tiles_of(e);
-    const int first = starts[e] + left * most, rest = starts[e + 1] - first;
-    tile = {e, first, rest < most ? rest : most};
-    return true;
-}
+// The tiles of all experts, counted by every block from their E + 1 starts, so that no host has to
+// know them. An item is a tile and a part: parts run slowest, so that tiles of an expert meet in L2.
+struct Tiles {
+    const int* starts;
+    int num_experts, most, lane, each, own, up_to, num_tiles;
 
-// The four rows of weights that a lane reads: row, row + high, row + next, row + next + high. In
-// `mma` number i of two, `high` goes to the rows 8 .. 15 and `next` to i = 1.
-struct Rows {
-    int high, next;
-};
-
-template <class Format>
-struct Block {
-    uint4 codes[2][2];  // [mma][high]
-    u16 scale[2][2];
-};
-
-template <class Format>
-struct Cursor {
-    const u8* codes;
-    const u16* scale;
-    int high, next, scale_high, scale_next;
-
-    INLINE Cursor(const u8* all_codes, const void* all_scales, i64 row, Rows rows, int dim,
-                  int lane) {
-        const int blocks = dim / (4 * Format::CODES), row_bytes = 64 * blocks;
-        codes = all_codes + row * row_bytes + lane % 4 * 16;
-        high = rows.high * row_bytes, next = rows.next * row_bytes;
-        scale = reinterpret_cast<const u16*>(all_scales) + row * blocks;
-        scale_high = rows.high * blocks, scale_next = rows.next * blocks;
+    // Leaves the starts in `to`. All threads of a block call it together.
+    INLINE Tiles(int* to, const int* start, int all_experts, int at_most, int thread,
+                 int num_threads) {
+        starts = to, num_experts = all_experts, most = at_most, lane = thread % WARP;
+        for (int i = thread; i <= num_experts; i += num_threads) to[i] = load_from_l2(start + i);
+        __syncthreads();
+        each = (num_experts + WARP - 1) / WARP;
+        own = 0;
+        for (int i = 0; i < each; ++i) own += tiles_of(lane * each + i);
+        up_to = sum_to_lane(own, lane), num_tiles = from_lane(up_to, WARP - 1);
     }
 
-    INLINE void load(Block<Format>& block) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            block.codes[i][0] = load_stream(codes + i * next);
-            block.codes[i][1] = load_stream(codes + i * next + high);
-            if constexpr (Format::HAS_GROUP_SCALE) {
-                block.scale[i][0] = load_constant2(scale + i * scale_next);
-                block.scale[i][1] = load_constant2(scale + i * scale_next + scale_high);
-            }
-        }
-        codes += 64;
-        scale += 1;
+    INLINE int tiles_of(int e) const {
+        return e < num_experts ? (starts[e + 1] - starts[e] + most - 1) / most : 0;
+    }
+
+    // All lanes of a warp call it together.
+    INLINE Tile find(int item) const {
+        const int index = item % num_tiles;
+        const int owner = lowest_bit(lanes_where(up_to > index));
+        int left = index - (from_lane(up_to, owner) - from_lane(own, owner));
+        int e = owner * each;
+        for (; left >= tiles_of(e); ++e) left -= tiles_of(e);
+        const int first = starts[e] + left * most, rest = starts[e + 1] - first;
+        return {e, first, rest < most ? rest : most, item / num_tiles};
     }
 };
 
 template <class Format, int NT, int WARPS, int DEPTH>
-struct Product {
+struct Product : Sums<Format, NT> {
+    using Sums<Format, NT>::UNITS;
+    using Sums<Format, NT>::BLOCK_BYTES;
     static constexpr int THREADS = WARP * WARPS, COLUMNS = 8 * NT;
-    static constexpr int UNITS = Format::CODES / 8;           // of a lane in a block
-    static constexpr int BLOCK_BYTES = 8 * Format::CODES;     // of tokens in shared memory
     static constexpr int STAGE_UNITS = DEPTH * 4 * UNITS;     // of a token in a stage
     static constexpr int ROW_BYTES = DEPTH * BLOCK_BYTES / 128 * 128 + 64 +
                                      (DEPTH * BLOCK_BYTES % 128 ? 128 : 0);
@@ -161,55 +70,58 @@ struct Product {
     static constexpr int COPIES = (COLUMNS + AT_ONCE - 1) / AT_ONCE;
     static_assert(AT_ONCE > 0, "a stage of a token has more units than the block threads");
 
-    // Tiles of tokens side by side: `mma` waits for the one before it on the same sums.
-    static constexpr int SIDE = NT % 2 ? 1 : 2;
+    u8* stages;
+    const u16* x;
+    int units, num_blocks, thread;
+    Block<Format> ring[DEPTH];
+    int from[COPIES];  // in units; -1 where there is no column
+    int into, copied;  // the stage to fill, and the first unit to fill it with
 
-    float sum[NT][2][4];
+    INLINE Product(u8* all_stages, const u16* all_x, int dim, int own_thread) {
+        stages = all_stages, x = all_x, thread = own_thread;
+        units = dim / 8, num_blocks = dim / (4 * Format::CODES);
+    }
 
-    // Columns of `x` are rows of `units` units, `row_of(column)` saying which. `wait` runs when the
-    // first weights are asked for.
-    template <class Wait, class RowOf>
-    INLINE void run(Cursor<Format>& cursor, u8* stages, const u16* x, int dim, int num_columns,
-                    int thread, Wait wait, RowOf row_of) {
-        const int lane = thread % WARP, units = dim / 8;
-        const int num_blocks = dim / (4 * Format::CODES);
-        Block<Format> ring[DEPTH];
+    INLINE void ask(Cursor<Format>& cursor) {
 #pragma unroll
         for (int s = 0; s < DEPTH; ++s)
             if (s < num_blocks) cursor.load(ring[s]);
-        wait();
+    }
+
+    // Starts the first copies of columns, rows of `x`, `row_of(column)` saying which. Nobody may
+    // still read the stages.
+    template <class RowOf>
+    INLINE void copy_first(int num_columns, RowOf row_of) {
         const int own_column = thread / STAGE_UNITS, own_unit = thread % STAGE_UNITS;
-        int from[COPIES];  // in units; -1 where there is no column
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
             const int column = own_column + i * AT_ONCE;
             const bool is_inside = own_column < AT_ONCE && column < num_columns;
             from[i] = is_inside ? row_of(column) * units + own_unit : -1;
         }
-        const int in_block = own_unit % (4 * UNITS);
-        SharedAt to = shared_at(stages) + own_column * ROW_BYTES +
-                      own_unit / (4 * UNITS) * BLOCK_BYTES + in_block % UNITS * 64 +
-                      in_block / UNITS * 16;
-        const int num_chunks = (num_blocks + DEPTH - 1) / DEPTH;
-        int into = 0, copied = 0;  // the stage to fill, and the first unit to fill it with
-        auto copy = [&] {
-            if (copied + own_unit < units) {
-#pragma unroll
-                for (int i = 0; i < COPIES; ++i)
-                    if (from[i] >= 0)
-                        copy16(to + into + i * (AT_ONCE * ROW_BYTES),
-                               x + (i64)(from[i] + copied) * 8);
-            }
-            end_copies();
-            copied += STAGE_UNITS;
-            into = into < (NUM_STAGES - 1) * STAGE_BYTES ? into + STAGE_BYTES : 0;
-        };
+        into = copied = 0;
         copy();
         copy();
+    }
+
+    INLINE void copy() {
+        const int own_unit = thread % STAGE_UNITS;
+        if (copied + own_unit < units) {
+            const SharedAt to = shared_at(stages) + thread / STAGE_UNITS * ROW_BYTES +
+                                this->unit_byte(own_unit) + into;
 #pragma unroll
-        for (int i = 0; i < 2 * NT; ++i)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) sum[i / 2][i % 2][j] = 0;
+            for (int i = 0; i < COPIES; ++i)
+                if (from[i] >= 0)
+                    copy16(to + i * (AT_ONCE * ROW_BYTES), x + (i64)(from[i] + copied) * 8);
+        }
+        end_copies();
+        copied += STAGE_UNITS;
+        into = into < (NUM_STAGES - 1) * STAGE_BYTES ? into + STAGE_BYTES : 0;
+    }
+
+    INLINE void run(Cursor<Format>& cursor, int num_columns) {
+        const int lane = thread % WARP, num_chunks = (num_blocks + DEPTH - 1) / DEPTH;
+        this->clear();
         const int num_tiles = (num_columns + 7) / 8;
         const u8* own = stages + lane / 4 * ROW_BYTES + lane % 4 * 16;
         int stage = 0;
@@ -222,63 +134,47 @@ struct Product {
 #pragma unroll
             for (int s = 0; s < DEPTH; ++s) {
                 if (s >= left) break;
-                multiply(ring[s], own + stage + s * BLOCK_BYTES, num_tiles);
+                this->multiply(ring[s], own + stage + s * BLOCK_BYTES, ROW_BYTES, num_tiles);
                 if (s + DEPTH < left) cursor.load(ring[s]);
             }
             stage = stage < (NUM_STAGES - 1) * STAGE_BYTES ? stage + STAGE_BYTES : 0;
         }
     }
+};
 
-    INLINE void multiply(const Block<Format>& block, const u8* x, int num_tiles) {
-        constexpr int TOGETHER = Format::TOGETHER;
-#pragma unroll
-        for (int first = 0; first < UNITS; first += TOGETHER) {
-            u32 pair[TOGETHER][2][2][4];  // [unit][mma][high]
-#pragma unroll
-            for (int j = 0; j < 4 * TOGETHER; ++j)
-                Format::pairs(pair[j / 4][j / 2 % 2][j % 2], block.codes[j / 2 % 2][j % 2],
-                              first + j / 4);
-#pragma unroll
-            for (int n = 0; n < NT; n += SIDE) {
-                if (n > 0 && n >= num_tiles) break;
-                uint4 b[SIDE][TOGETHER];
-#pragma unroll
-                for (int i = 0; i < SIDE * TOGETHER; ++i)
-                    b[i / TOGETHER][i % TOGETHER] = *reinterpret_cast<const uint4*>(
-                        x + (n + i / TOGETHER) * 8 * ROW_BYTES + (first + i % TOGETHER) * 64);
-                if constexpr (Format::HAS_GROUP_SCALE) {
-                    float part[2 * SIDE][4] = {};
-                    multiply_units(part, pair, b);
-#pragma unroll
-                    for (int i = 0; i < 8 * SIDE; ++i) {
-                        float& total = sum[n + i / 8][i / 4 % 2][i % 4];
-                        total = multiply_add(part[i / 4][i % 4],
-                                             low_bf16(block.scale[i / 4 % 2][i % 4 / 2]), total);
-                    }
-                } else {
-                    multiply_units(&sum[n][0], pair, b);
-                }
-            }
-        }
-    }
+// What a block needs of an item besides weights and tokens, in shared memory, by copies that come
+// with the next group: the assignments of its columns, and the scales of its rows, 32 a warp.
+template <class Tokens>
+struct Aside {
+    int* ids;
 
-    // d: sums of SIDE tiles of tokens, two `mma` each.
-    static INLINE void multiply_units(float (*d)[4],
-                                      const u32 (&pair)[Format::TOGETHER][2][2][4],
-                                      const uint4 (&b)[SIDE][Format::TOGETHER]) {
-#pragma unroll
-        for (int j = 0; j < 2 * Format::TOGETHER; ++j) {
-            const int half = j % 2 * 2;
-#pragma unroll
-            for (int i = 0; i < 2 * SIDE; ++i) {
-                const auto& p = pair[j / 2][i % 2];
-                const uint4& v = b[i / 2][j / 2];
-                mma(d[i], p[0][half], p[1][half], p[0][half + 1], p[1][half + 1],
-                    half ? v.z : v.x, half ? v.w : v.y);
-            }
-        }
+    INLINE float* scales() const { return reinterpret_cast<float*>(ids + Tokens::COLUMNS); }
+
+    INLINE Aside other() const { return {ids + Tokens::COLUMNS + Tokens::THREADS}; }
+
+    // `scale`: of the thread's row, or null.
+    INLINE void copy(const int* order, const Tile& tile, const float* scale, int thread) const {
+        if (thread < tile.count) copy4(shared_at(ids + thread), order + tile.first + thread);
+        if (scale) copy4(shared_at(scales() + thread), scale);
     }
 };
+
+template <class Format>
+INLINE const float* scale_of(const void* scale, i64 row) {
+    return Format::HAS_ROW_SCALE ? reinterpret_cast<const float*>(scale) + row : nullptr;
+}
+
+template <class T>
+INLINE void swap(T& a, T& b) {
+    const T other = a;
+    a = b, b = other;
+}
+
+INLINE void unpack8(float (&v)[8], uint4 bits) {
+    v[0] = low_bf16(bits.x), v[1] = high_bf16(bits.x), v[2] = low_bf16(bits.y);
+    v[3] = high_bf16(bits.y), v[4] = low_bf16(bits.z), v[5] = high_bf16(bits.z);
+    v[6] = low_bf16(bits.w), v[7] = high_bf16(bits.w);
+}
 
 INLINE void store_pair(u16* to, float low, float high) {
     *reinterpret_cast<u32*>(to) = pack_bf16(low, high);
@@ -292,56 +188,98 @@ INLINE void store_pair(u16* to, float low, float high) {
 // repeats the last 16 and stores nothing.
 // Bytes: 2 * F rows of weights for each expert with tokens, once where its tokens fit a tile or L2
 // serves the others; A * D * 2 from L2 for each part of the rows; A * F * 2 of act.
-// FP8, 512 tokens of qwen3-30b-a3b: 403 MB, 90 us at 4.5 TB/s. For 128 inputs a warp has 565
+// FP8, 512 tokens of qwen3-30b-a3b: 403 MB, 90 us at 4.5 TB/s. For 128 inputs a warp has 434
 // instructions (SASS, 48 tokens; 96 of them `mma`), and its share of the memory's time is 820
-// cycles. Not measured yet.
+// cycles.
 template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS>
 __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_up_kernel(const u8* codes, const void* scale, const u16* h, const int* start,
                       const int* order, u16* act, int num_experts, int top_k, int dim,
-                      int hidden) {
+                      int hidden, int early_bytes) {
     DYNAMIC_SHARED(dynamic_shared);
     using Tokens = Product<Format, NT, WARPS, DEPTH>;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
+    // While experts are chosen, and nothing else reads memory: where each will have tokens, these
+    // are about the rows that the first items take.
+    if (early_bytes > 0) {
+        const int e = blockIdx.x % num_experts, part = blockIdx.x / num_experts;
+        const int feature = (part * WARPS + warp) * 16 + lane % 16;
+        const i64 row = (i64)e * 2 * hidden + feature + lane / 16 * hidden;
+        if (feature < hidden) fetch_to_l2(codes + row * (dim / Format::CODES * 16), early_bytes);
+    }
     wait_for_previous_kernels();
     // Only now: `grouped_down_kernel` reads the starts before it waits for this kernel, and they
     // are final once a block of this kernel has got past its own wait.
     launch_dependents();
-    Tile tile;
-    int part;
-    const int num_parts = (hidden + 16 * WARPS - 1) / (16 * WARPS);
     int* starts = reinterpret_cast<int*>(dynamic_shared + NUM_STAGES * Tokens::STAGE_BYTES);
-    if (!find_tile(tile, part, starts, start, num_experts, num_parts, Tokens::COLUMNS, thread,
-                   Tokens::THREADS))
-        return;
-    const int own_feature = (part * WARPS + warp) * 16;
-    const int feature = (own_feature < hidden ? own_feature : hidden - 16) + lane / 4 * 2;
-    const i64 row = (i64)tile.expert * 2 * hidden + feature;
-    Cursor<Format> cursor(codes, scale, row, {hidden, 1}, dim, lane);
-    Tokens tokens;
-    tokens.run(cursor, dynamic_shared, h, dim, tile.count, thread, [] {},
-               [&](int column) { return load_from_l2(order + tile.first + column) / top_k; });
+    Aside<Tokens> aside = {starts + num_experts + 1}, next_aside = aside.other();
+    const Tiles tiles(starts, start, num_experts, Tokens::COLUMNS, thread, Tokens::THREADS);
+    const int num_items = tiles.num_tiles * ((hidden + 16 * WARPS - 1) / (16 * WARPS));
+    int item = blockIdx.x;
+    if (item >= num_items) return;
+    auto feature_of = [&](const Tile& tile) { return (tile.part * WARPS + warp) * 16; };
+    auto first_row_of = [&](const Tile& tile) {
+        const int own = feature_of(tile);
+        return (i64)tile.expert * 2 * hidden + (own < hidden ? own : hidden - 16);
+    };
+    auto ask = [&](Cursor<Format>& cursor, const Tile& tile) {
+        const i64 row = first_row_of(tile) + lane / 4 * 2;
+        cursor = Cursor<Format>(codes, scale, row, {hidden, 1}, dim, lane);
+    };
+    auto copy_aside = [&](const Aside<Tokens>& to, const Tile& tile) {
+        const i64 row = first_row_of(tile) + lane % 16 + lane / 16 * hidden;
+        to.copy(order, tile, scale_of<Format>(scale, row), thread);
+    };
+    Tile tile = tiles.find(item);
+    Cursor<Format> cursor;
+    Tokens tokens(dynamic_shared, h, dim, thread);
+    ask(cursor, tile);
+    tokens.ask(cursor);
+    copy_aside(aside, tile);
+    end_copies();
+    wait_copies<0>();
+    __syncthreads();
+    tokens.copy_first(tile.count, [&](int column) { return aside.ids[column] / top_k; });
+    for (;; swap(aside, next_aside)) {
+        item += gridDim.x;
+        const bool has_next = item < num_items;
+        const Tile next = has_next ? tiles.find(item) : tile;
+        // Nobody ends the item before any more.
+        __syncthreads();
+        if (has_next) copy_aside(next_aside, next);
+        tokens.run(cursor, tile.count);
 
-    if (own_feature >= hidden) return;
-    float row_scale[2][2] = {{1, 1}, {1, 1}};
-    if constexpr (Format::HAS_ROW_SCALE) {
-        const float* own_scale = reinterpret_cast<const float*>(scale) + row;
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            row_scale[i / 2][i % 2] = load_constant_float(own_scale + i / 2 + i % 2 * hidden);
-    }
-#pragma unroll
-    for (int c = 0; c < 2 * NT; ++c) {
-        const int column = c / 2 * 8 + lane % 4 * 2 + c % 2;
-        if (column >= tile.count) continue;
-        float value[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float gate = tokens.sum[c / 2][i][c % 2] * row_scale[i][0];
-            const float up = tokens.sum[c / 2][i][c % 2 + 2] * row_scale[i][1];
-            value[i] = gate * rough_reciprocal(1.0f + exponential(-gate)) * up;
+        // The next item's weights and tokens are on their way while this one ends.
+        if (has_next) {
+            ask(cursor, next);
+            tokens.ask(cursor);
+            wait_copies<0>();
+            __syncthreads();
+            tokens.copy_first(next.count,
+                              [&](int column) { return next_aside.ids[column] / top_k; });
         }
-        store_pair(act + (i64)(tile.first + column) * hidden + feature, value[0], value[1]);
+        const int own_feature = feature_of(tile), feature = own_feature + lane / 4 * 2;
+        float row_scale[2][2] = {{1, 1}, {1, 1}};
+        if constexpr (Format::HAS_ROW_SCALE) {
+            const float* own_scale = aside.scales() + warp * WARP + lane / 4 * 2;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) row_scale[i / 2][i % 2] = own_scale[i / 2 + i % 2 * 16];
+        }
+#pragma unroll
+        for (int c = 0; c < 2 * NT; ++c) {
+            const int column = c / 2 * 8 + lane % 4 * 2 + c % 2;
+            if (column >= tile.count || own_feature >= hidden) continue;
+            float value[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float gate = tokens.sum[c / 2][i][c % 2] * Format::UNIT * row_scale[i][0];
+                const float up = tokens.sum[c / 2][i][c % 2 + 2] * Format::UNIT * row_scale[i][1];
+                value[i] = gate * rough_reciprocal(1.0f + exponential(-gate)) * up;
+            }
+            store_pair(act + (i64)(tile.first + column) * hidden + feature, value[0], value[1]);
+        }
+        if (!has_next) return;
+        tile = next;
     }
 }
 
@@ -363,39 +301,69 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     // Starts and weights may be read here if the kernel before is `grouped_up_kernel`, which lets
     // this one begin after its own wait: so that weights are on their way while it ends.
     if (!has_early_starts) wait_for_previous_kernels();
-    Tile tile;
-    int part;
-    const int num_parts = (dim + 32 * WARPS - 1) / (32 * WARPS);
     int* starts = reinterpret_cast<int*>(dynamic_shared + NUM_STAGES * Tokens::STAGE_BYTES);
-    if (!find_tile(tile, part, starts, start, num_experts, num_parts, Tokens::COLUMNS, thread,
-                   Tokens::THREADS)) {
+    Aside<Tokens> aside = {starts + num_experts + 1}, next_aside = aside.other();
+    const Tiles tiles(starts, start, num_experts, Tokens::COLUMNS, thread, Tokens::THREADS);
+    const int num_items = tiles.num_tiles * ((dim + 32 * WARPS - 1) / (32 * WARPS));
+    int item = blockIdx.x;
+    if (item >= num_items) {
         wait_for_previous_kernels();
         return;
     }
-    const int own_row = (part * WARPS + warp) * 32;
-    const int row = (own_row < dim ? own_row : dim - 32) + lane / 4 * 4;
-    const i64 weight_row = (i64)tile.expert * dim + row;
-    Cursor<Format> cursor(codes, scale, weight_row, {1, 2}, hidden, lane);
-    Tokens tokens;
-    tokens.run(cursor, dynamic_shared, act, hidden, tile.count, thread,
-               [] { wait_for_previous_kernels(); },
-               [&](int column) { return tile.first + column; });
+    auto own_row_of = [&](const Tile& tile) { return (tile.part * WARPS + warp) * 32; };
+    auto first_row_of = [&](const Tile& tile) {
+        const int own = own_row_of(tile);
+        return (i64)tile.expert * dim + (own < dim ? own : dim - 32);
+    };
+    auto ask = [&](Cursor<Format>& cursor, const Tile& tile) {
+        cursor = Cursor<Format>(codes, scale, first_row_of(tile) + lane / 4 * 4, {1, 2}, hidden, lane);
+    };
+    auto copy_aside = [&](const Aside<Tokens>& to, const Tile& tile) {
+        to.copy(order, tile, scale_of<Format>(scale, first_row_of(tile) + lane), thread);
+    };
+    Tile tile = tiles.find(item);
+    Cursor<Format> cursor;
+    Tokens tokens(dynamic_shared, act, hidden, thread);
+    ask(cursor, tile);
+    tokens.ask(cursor);
+    wait_for_previous_kernels();
+    copy_aside(aside, tile);
+    tokens.copy_first(tile.count, [&](int column) { return tile.first + column; });
+    for (;; swap(aside, next_aside)) {
+        tokens.run(cursor, tile.count);
 
-    if (own_row >= dim) return;
-    float row_scale[4] = {1, 1, 1, 1};
-    if constexpr (Format::HAS_ROW_SCALE) {
-        const float* own_scale = reinterpret_cast<const float*>(scale) + weight_row;
+        // The next item's weights and tokens are on their way while this one ends.
+        item += gridDim.x;
+        const bool has_next = item < num_items;
+        const Tile next = has_next ? tiles.find(item) : tile;
+        if (has_next) {
+            ask(cursor, next);
+            tokens.ask(cursor);
+            __syncthreads();
+            copy_aside(next_aside, next);
+            tokens.copy_first(next.count, [&](int column) { return next.first + column; });
+        }
+        const int own_row = own_row_of(tile), row = own_row + lane / 4 * 4;
+        float row_scale[4] = {1, 1, 1, 1};
+        if constexpr (Format::HAS_ROW_SCALE) {
+            const float* own_scale = aside.scales() + warp * WARP + lane / 4 * 4;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) row_scale[i] = load_constant_float(own_scale + i);
-    }
+            for (int i = 0; i < 4; ++i) row_scale[i] = own_scale[i];
+        }
 #pragma unroll
-    for (int c = 0; c < 2 * NT; ++c) {
-        const int column = c / 2 * 8 + lane % 4 * 2 + c % 2;
-        if (column >= tile.count) continue;
-        u16* to = y + (i64)load_from_l2(order + tile.first + column) * dim + row;
-        const float(&first)[4] = tokens.sum[c / 2][0], (&second)[4] = tokens.sum[c / 2][1];
-        store_pair(to, first[c % 2] * row_scale[0], first[c % 2 + 2] * row_scale[1]);
-        store_pair(to + 2, second[c % 2] * row_scale[2], second[c % 2 + 2] * row_scale[3]);
+        for (int c = 0; c < 2 * NT; ++c) {
+            const int column = c / 2 * 8 + lane % 4 * 2 + c % 2;
+            if (column >= tile.count || own_row >= dim) continue;
+            u16* to = y + (i64)aside.ids[column] * dim + row;
+            float value[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                value[i] = tokens.sum[c / 2][i / 2][c % 2 + i % 2 * 2] * Format::UNIT * row_scale[i];
+            store_pair(to, value[0], value[1]);
+            store_pair(to + 2, value[2], value[3]);
+        }
+        if (!has_next) return;
+        tile = next;
     }
 }
 
@@ -404,40 +372,44 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
 __global__ void __launch_bounds__(256)
     combine_kernel(const u16* y, const float* topk_weight, const void* residual,
                    i64 residual_stride, void* out, int residual_is_bf16, int top_k, int dim) {
+    launch_dependents();
     wait_for_previous_kernels();
     const int token = blockIdx.x, units = dim / 8;
     const float* weight = topk_weight + (i64)token * top_k;
     for (int u = threadIdx.x; u < units; u += blockDim.x) {
-        float sum[8] = {};
+        const i64 from = token * residual_stride + u * 8, to = (i64)token * dim + u * 8;
+        float sum[8] = {}, before[8];
+        // Asked for first, so that it comes with the others.
+        if (residual_is_bf16) {
+            unpack8(before, *reinterpret_cast<const uint4*>(
+                                reinterpret_cast<const u16*>(residual) + from));
+        } else {
+            const float4* r = reinterpret_cast<const float4*>(
+                reinterpret_cast<const float*>(residual) + from);
+            const float4 a = r[0], b = r[1];
+            before[0] = a.x, before[1] = a.y, before[2] = a.z, before[3] = a.w;
+            before[4] = b.x, before[5] = b.y, before[6] = b.z, before[7] = b.w;
+        }
         const uint4* row = reinterpret_cast<const uint4*>(y + (i64)token * top_k * dim) + u;
 #pragma unroll 8
         for (int k = 0; k < top_k; ++k) {
             const uint4 v = load_from_l2(row + (i64)k * units);
             const float w = load_from_l2(weight + k);
-            const u32 words[4] = {v.x, v.y, v.z, v.w};
+            float value[8];
+            unpack8(value, v);
 #pragma unroll
-            for (int i = 0; i < 8; ++i)
-                sum[i] = multiply_add(
-                    w, i % 2 ? high_bf16(words[i / 2]) : low_bf16(words[i / 2]), sum[i]);
+            for (int i = 0; i < 8; ++i) sum[i] = multiply_add(w, value[i], sum[i]);
         }
-        const i64 from = token * residual_stride + u * 8, to = (i64)token * dim + u * 8;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum[i] += before[i];
         if (residual_is_bf16) {
-            const u16* r = reinterpret_cast<const u16*>(residual) + from;
             u16* o = reinterpret_cast<u16*>(out) + to;
 #pragma unroll
-            for (int i = 0; i < 8; i += 2)
-                store_pair(o + i, low_bf16(r[i]) + sum[i], low_bf16(r[i + 1]) + sum[i + 1]);
+            for (int i = 0; i < 8; i += 2) store_pair(o + i, sum[i], sum[i + 1]);
         } else {
-            const float4* r = reinterpret_cast<const float4*>(
-                reinterpret_cast<const float*>(residual) + from);
             float4* o = reinterpret_cast<float4*>(reinterpret_cast<float*>(out) + to);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                float4 v = r[i];
-                v.x += sum[4 * i], v.y += sum[4 * i + 1], v.z += sum[4 * i + 2],
-                    v.w += sum[4 * i + 3];
-                o[i] = v;
-            }
+            o[0] = {sum[0], sum[1], sum[2], sum[3]};
+            o[1] = {sum[4], sum[5], sum[6], sum[7]};
         }
     }
 }

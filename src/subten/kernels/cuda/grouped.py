@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from subten.kernels.cuda import runtime
-from subten.kernels.cuda.gemv import FLOAT_DTYPES, has_rows, is_plain
+from subten.kernels.cuda.gemv import FLOAT_DTYPES, NUM_SMS, has_rows, is_plain
 from subten.kernels.route import Routing
 from subten.kernels.weight_formats import Weight
 
@@ -22,6 +22,10 @@ UP_ROWS = 16
 
 DOWN_ROWS = 32
 """Rows of a warp of `down`."""
+
+MAX_EARLY_BYTES = 40 * 10**6
+"""Of weights that `up` asks for before it knows the experts, so that L2, of 50 MB, holds them: 7 us
+a layer of a batch of 32 of qwen3-30b-a3b in FP8 (benchmarks/plans/h200-steps.json)."""
 
 NUM_STAGES = 3
 """Stages of tokens in shared memory: `NUM_STAGES` of grouped.cu."""
@@ -53,7 +57,7 @@ class GroupedPlan:
 
     A block takes up to 8 * `tiles` tokens of an expert and 32 rows of weights for each of its
     `warps`; a warp keeps 2 * `depth` KiB of weights in flight; `blocks` of them fit an SM, by
-    registers.
+    registers, and at one tile so many an SM are launched, each taking one item after another.
     """
 
     tiles: int
@@ -67,14 +71,16 @@ class GroupedPlan:
         return 8 * self.tiles
 
     def shared_bytes(self, weight_format: GroupedFormat, num_experts: int) -> int:
-        """Of a block: stages of rows that are an odd number of 64 bytes, and experts' starts."""
+        """Of a block: stages of rows that are an odd number of 64 bytes, experts' starts, and for
+        each of two items the assignments of its tile and the scales of its rows."""
         row_bytes = -(-self.depth * 2 * weight_format.block // 128) * 128 + 64
-        return NUM_STAGES * self.columns * row_bytes + 4 * (num_experts + 1)
+        aside = 2 * (self.columns + 32 * self.warps)
+        return NUM_STAGES * self.columns * row_bytes + 4 * (num_experts + 1 + aside)
 
 
 SHARES: Mapping[tuple[str, str], tuple[int, int, int]] = {
     ("one tile", "none"): (4, 2, 3),
-    ("one tile", "fp8"): (4, 3, 3),
+    ("one tile", "fp8"): (8, 2, 2),
     ("one tile", "int4"): (4, 2, 3),
     ("two tiles", "none"): (8, 2, 2),
     ("two tiles", "fp8"): (8, 2, 2),
@@ -91,7 +97,8 @@ SHARES: Mapping[tuple[str, str], tuple[int, int, int]] = {
 }
 """(case, format) to (warps, depth, blocks): about the fastest of eight for 32, 512 and 2048 tokens
 of qwen3-30b-a3b and mixtral-8x7b, whose rows are 768 and 2048, and 4096 and 14336 inputs
-(benchmarks/plans/h200-grouped-plans.json, by `benchmarks/grouped_bench.py`)."""
+(benchmarks/plans/h200-grouped-plans.json, by `benchmarks/grouped_bench.py`); one tile of FP8 within
+a step of 32 tokens of qwen3-30b-a3b (h200-steps.json, by `benchmarks/step_bench.py`)."""
 
 LONG_ROW = 4096
 VERY_LONG_ROW = 8192
@@ -147,10 +154,16 @@ def launch_up(
     num_assignments, device = num_tokens * top_k, routing.h_TD.device
     plan = plan or plan_grouped(dim, num_assignments, num_experts, gate_up.format)
     act_AF = torch.empty(num_assignments, hidden, dtype=torch.bfloat16, device=device)
+    num_blocks = _num_blocks(num_assignments, num_experts, hidden, UP_ROWS, plan)
+    early_bytes = 0
+    # From 1.5 tokens an expert on, three of four experts have one.
+    if pdl and plan.tiles == 1 and 2 * num_assignments >= 3 * num_experts:
+        each = MAX_EARLY_BYTES // (num_blocks * 32 * plan.warps)
+        early_bytes = min(each // 64 * 64, dim // FORMATS[gate_up.format].codes * 16)
     runtime.launch(
         "grouped.cu",
         kernel_name("grouped_up_kernel", gate_up.format, plan),
-        (_num_blocks(num_assignments, num_experts, hidden, UP_ROWS, plan),),
+        (num_blocks,),
         32 * plan.warps,
         (
             gate_up.codes,
@@ -163,6 +176,7 @@ def launch_up(
             top_k,
             dim,
             hidden,
+            early_bytes,
         ),
         device=device,
         shared_bytes=plan.shared_bytes(FORMATS[gate_up.format], num_experts),
@@ -277,9 +291,15 @@ def suits(routing: Routing, gate_up: Weight, down: Weight, residual_TD: torch.Te
 def _num_blocks(
     num_assignments: int, num_experts: int, num_rows: int, rows_warp: int, plan: GroupedPlan
 ) -> int:
-    """Parts of the rows, times full tiles and for each expert with tokens one that is not full."""
+    """One for each item there may be; at one tile as many as the SMs hold, which then walk.
+
+    Items are parts of the rows, times full tiles and for each expert with tokens one that is not
+    full. Those of several tiles differ by their tokens, and a step of 512 tokens is 4 % faster if
+    whichever SM is free takes the next.
+    """
     max_tiles = num_assignments // plan.columns + min(num_experts, num_assignments)
-    return max_tiles * -(-num_rows // (rows_warp * plan.warps))
+    max_items = max_tiles * -(-num_rows // (rows_warp * plan.warps))
+    return min(max_items, NUM_SMS * plan.blocks) if plan.tiles == 1 else max_items
 
 
 def kernel_name(kernel: str, weight_format: str, plan: GroupedPlan) -> str:

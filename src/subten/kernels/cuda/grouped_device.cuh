@@ -14,10 +14,13 @@ INLINE SharedAt shared_at(const void* at) {
     return address;
 }
 
-// Starts a copy of 16 bytes from global to shared memory, past L1. A thread's copies since its last
-// `end_copies` are a group.
+// Starts a copy of 16 bytes from global to shared memory, past L1, or of 4 through it. A thread's
+// copies since its last `end_copies` are a group.
 INLINE void copy16(SharedAt to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+INLINE void copy4(SharedAt to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 INLINE void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -28,6 +31,13 @@ INLINE void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory");
 }
 
+// Asks for bytes, a multiple of 16, that somebody will read from L2.
+INLINE void fetch_to_l2(const void* from, int num_bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(num_bytes) : "memory");
+#endif
+}
+
 // a * b + c of two bf16 each, rounded once; subnormal numbers are kept.
 INLINE u32 multiply_add_bf16x2(u32 a, u32 b, u32 c) {
     u32 d;
@@ -35,8 +45,13 @@ INLINE u32 multiply_add_bf16x2(u32 a, u32 b, u32 c) {
     return d;
 }
 
-// Four bytes of `v`, the lowest nibble of `selector` saying which becomes the lowest; 4 is zero.
-INLINE u32 choose_bytes(u32 v, u32 selector) { return __byte_perm(v, 0, selector); }
+// Four bytes of `v`, the lowest nibble of `selector` saying which becomes the lowest; with 8 added,
+// eight times that byte's sign.
+INLINE u32 choose_bytes(u32 v, u32 selector) {
+    u32 out;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(out) : "r"(v), "r"(selector));
+    return out;
+}
 
 // (v & mask) | bits in one instruction; the compiler, given constants, takes two.
 INLINE u32 mask_or(u32 v, u32 mask, u32 bits) {

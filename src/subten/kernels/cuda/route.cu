@@ -13,26 +13,12 @@
 // and the norm's weights are in registers before the wait: static, and most of the bytes.
 // Bytes: E * D * 4 of gate, once; T * D * itemsize of x a block of threads (from L2).
 #include "gemv.cuh"
+#include "select.cuh"
 
 #define ROUTE_THREADS 256
 #define ROUTE_WARPS (ROUTE_THREADS / WARP)
 // Units of 8 features that a thread fetches before it waits: all of 4096.
 #define ROUTE_KEPT 2
-// Bits of a score that is not there yet: a NaN that the kernel never writes. `route.py` has it too.
-#define UNSET (-1)
-#define BAD_SCORE 0x7fc00000
-// Key of an expert that is chosen already or does not exist, below every float's.
-#define TAKEN (-0x7fffffff - 1)
-
-// Integers in the order of the floats; NaN counts as the lowest, and -0.0 ties with 0.0.
-INLINE int sort_key(float score) {
-    float clean = score == score ? score : bits_float(0xff800000);
-    if (clean == 0.0f) clean = 0.0f;
-    const int bits = float_bits(clean);
-    return bits < 0 ? bits ^ 0x7fffffff : bits;
-}
-
-INLINE float key_score(int key) { return bits_float(key < 0 ? key ^ 0x7fffffff : key); }
 
 INLINE void load_unit(float (&gate)[8], uint4& weight, const float* gate_row,
                       const u16* norm_weight, int unit) {
@@ -43,14 +29,10 @@ INLINE void load_unit(float (&gate)[8], uint4& weight, const float* gate_row,
     gate[6] = bits_float(b.z), gate[7] = bits_float(b.w);
 }
 
-// Waits for one token's scores, leaves them unset for the next launch, and picks the K best, by one
-// warp: K passes of find and mask, as `_select` in route.py. A lane holds KEYS experts from
-// lane * KEYS on, so the first lane of those with the best key holds the lowest id.
+// Waits for one token's scores and leaves them unset for the next launch, by one warp.
 template <int KEYS>
-INLINE void select_experts(float* score, int* topk_id, float* topk_weight, int num_experts,
-                           int top_k, bool renormalize, float scaling_factor, int lane) {
+INLINE void take_scores(float (&value)[KEYS], float* score, int num_experts, int lane) {
     const int first = lane * KEYS;
-    float value[KEYS];
     bool is_set;
     do {
         is_set = true;
@@ -60,42 +42,9 @@ INLINE void select_experts(float* score, int* topk_id, float* topk_weight, int n
             is_set = is_set && float_bits(value[i]) != UNSET;
         }
     } while (!is_set);
-
-    int key[KEYS], best, at;
-    auto find_best = [&] {
-        best = key[0], at = 0;
-#pragma unroll
-        for (int i = 1; i < KEYS; ++i)
-            if (key[i] > best) best = key[i], at = i;
-    };
-#pragma unroll
-    for (int i = 0; i < KEYS; ++i) {
-        key[i] = first + i < num_experts ? sort_key(value[i]) : TAKEN;
-        if (first + i < num_experts) score[first + i] = bits_float(UNSET);
-    }
-    find_best();
-    int most = warp_max(best), own_key = 0;
-    const float largest = key_score(most);
-    float sum = 0;
 #pragma unroll
     for (int i = 0; i < KEYS; ++i)
-        if (first + i < num_experts) sum += exponential(value[i] - largest);
-    sum = sum_over_lanes<WARP>(sum);
-
-    for (int k = 0; k < top_k; ++k) {
-        if (k > 0) most = warp_max(best);
-        if (lane == k) own_key = most;
-        if (lane == lowest_bit(lanes_where(best == most))) {
-            topk_id[k] = first + at;
-#pragma unroll
-            for (int i = 0; i < KEYS; ++i)
-                if (i == at) key[i] = TAKEN;
-            find_best();
-        }
-    }
-    float own_weight = lane < top_k ? exponential(key_score(own_key) - largest) / sum : 0.0f;
-    if (renormalize) own_weight /= sum_over_lanes<WARP>(own_weight);
-    if (lane < top_k) topk_weight[lane] = own_weight * scaling_factor;
+        if (first + i < num_experts) score[first + i] = bits_float(UNSET);
 }
 
 template <int KEYS>
@@ -158,8 +107,7 @@ __global__ void __launch_bounds__(ROUTE_THREADS, 1)
             product += products[thread][w];
         }
         inverse[thread] = near_inverse_sqrt(square * (1.0f / dim) + eps);
-        const float own = product * inverse[thread];
-        publish(score + thread * num_experts + expert, own == own ? own : bits_float(BAD_SCORE));
+        publish(score + thread * num_experts + expert, not_unset(product * inverse[thread]));
     }
     __syncthreads();
 
@@ -175,8 +123,14 @@ __global__ void __launch_bounds__(ROUTE_THREADS, 1)
         for (int j = 0; j < 8; ++j) v[j] = v[j] * inverse[t] * w[j];
         reinterpret_cast<uint4*>(h + (i64)t * dim)[u] = Bf16::order(v);
     }
-    if (expert == num_experts - 1 && warp < num_tokens)
-        select_experts<KEYS>(score + warp * num_experts, topk_id + warp * top_k,
-                             topk_weight + warp * top_k, num_experts, top_k, renormalize,
-                             scaling_factor, lane);
+    if (expert == num_experts - 1 && warp < num_tokens) {
+        float value[KEYS];
+        take_scores(value, score + warp * num_experts, num_experts, lane);
+        int* ids = topk_id + warp * top_k;
+        const Picks picks = select_experts<KEYS>(value, num_experts, top_k, lane,
+                                                 [&](int k, int chosen) { ids[k] = chosen; });
+        const float own = expert_weight<KEYS>(value, picks, num_experts, top_k, renormalize,
+                                              scaling_factor, lane);
+        if (lane < top_k) topk_weight[warp * top_k + lane] = own;
+    }
 }

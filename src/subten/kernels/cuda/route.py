@@ -1,4 +1,4 @@
-"""The router for 1 to 8 tokens on CUDA: norm, scores, softmax and top-k in one launch.
+"""The router on CUDA: who serves how many tokens, and the launch for 1 to 8 of them.
 
 Letters: T tokens, D features, E experts, K experts a token.
 """
@@ -11,7 +11,7 @@ import functools
 import torch
 
 from subten.kernels import route as triton_route
-from subten.kernels.cuda import runtime
+from subten.kernels.cuda import route_batch, runtime
 from subten.kernels.cuda.gemv import FLOAT_DTYPES, MAX_TOKENS, has_rows, is_plain
 from subten.kernels.route import Routing
 
@@ -36,15 +36,29 @@ def route(
     with_order: bool = False,
     pdl: bool = True,
 ) -> Routing:
-    """`subten.kernels.route.route` in one CUDA launch, for 1 to 8 tokens without an order.
+    """`subten.kernels.route.route` in one CUDA launch: this file's for 1 to 8 tokens without an
+    order, `route_batch`'s for more, up to `route_batch.MAX_TOKENS`, and with one.
 
-    What the kernel does not take (a gate that is not float32, a norm weight that is not bfloat16)
+    What the kernels do not take (a gate that is not float32, a norm weight that is not bfloat16)
     goes to Triton. With `pdl` (programmatic dependent launch) gate and norm weight are read before
     earlier kernels of the stream have ended. Launches on one device must follow one another: they
     share the scores, which each leaves unset; the first one, outside of any graph capture,
     allocates them.
     """
-    if with_order or not _suits(x_TD, norm_weight_D, gate_ED, top_k):
+    is_few = not with_order and x_TD.shape[0] <= MAX_TOKENS
+    if not is_few and route_batch.suits(x_TD, norm_weight_D, gate_ED, top_k):
+        return route_batch.route(
+            x_TD,
+            norm_weight_D,
+            gate_ED,
+            eps=eps,
+            top_k=top_k,
+            renormalize=renormalize,
+            scaling_factor=scaling_factor,
+            with_order=with_order,
+            pdl=pdl,
+        )
+    if not is_few or not _suits(x_TD, norm_weight_D, gate_ED, top_k):
         return triton_route.route(
             x_TD,
             norm_weight_D,

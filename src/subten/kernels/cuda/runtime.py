@@ -101,11 +101,8 @@ class Kernel:
         got = self._driver.cuModuleGetFunction(self._module, symbol.encode())
         self._function = self._value(got, f"cuModuleGetFunction of {symbol}")
         self._shared_limit = 48 * 1024
-        attribute = self._driver.CUlaunchAttribute()
-        ids = self._driver.CUlaunchAttributeID
-        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        self._pdl = [attribute]
+        self._pdl = self._attribute("PROGRAMMATIC_STREAM_SERIALIZATION")
+        self._pdl.value.programmaticStreamSerializationAllowed = 1
 
     def __call__(
         self,
@@ -115,11 +112,13 @@ class Kernel:
         *,
         shared_bytes: int = 0,
         pdl: bool = False,
+        cluster: int = 1,
     ) -> None:
         """Launch `grid` blocks of `block` threads; legal while a CUDA graph is captured.
 
         With `pdl` (programmatic dependent launch) the kernel may start before the one ahead of it
         in the stream has ended; its code must then wait before it touches what others write.
+        `cluster` neighbours along x, at most 8, run at once and see each other's shared memory.
         """
         if shared_bytes > self._shared_limit:
             self._set_attribute("MAX_DYNAMIC_SHARED_SIZE_BYTES", shared_bytes)
@@ -129,9 +128,14 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
         config.sharedMemBytes = shared_bytes
         config.hStream = torch.cuda.current_stream(self._device).cuda_stream
-        if pdl:
-            config.attrs = self._pdl
-            config.numAttrs = 1
+        attributes = [self._pdl] if pdl else []
+        if cluster > 1:
+            attributes.append(self._attribute("CLUSTER_DIMENSION"))
+            size = attributes[-1].value.clusterDim
+            size.x, size.y, size.z = cluster, 1, 1
+        if attributes:
+            config.attrs = attributes
+            config.numAttrs = len(attributes)
         values = [pack_argument(arg) for arg in args]  # alive until the launch has copied them
         pointers = pointer_array(values)
         with on_device(self._device):
@@ -139,6 +143,13 @@ class Kernel:
                 config, self._function, ctypes.addressof(pointers), 0
             )
         self._value(got, f"cuLaunchKernelEx, {grid} blocks of {block}, {shared_bytes} bytes")
+
+    def _attribute(self, name: str) -> Any:
+        """A launch attribute without its value."""
+        attribute = self._driver.CUlaunchAttribute()
+        ids = self._driver.CUlaunchAttributeID
+        attribute.id = getattr(ids, f"CU_LAUNCH_ATTRIBUTE_{name}")
+        return attribute
 
     def _set_attribute(self, name: str, value: int) -> None:
         attribute = getattr(self._driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
@@ -181,9 +192,17 @@ def launch(
     device: torch.device,
     shared_bytes: int = 0,
     pdl: bool = False,
+    cluster: int = 1,
 ) -> None:
     """Launch the kernel `name` of the file `source` on torch's current stream of `device`."""
-    kernel(source, name, device)(grid, block, args, shared_bytes=shared_bytes, pdl=pdl)
+    run = kernel(source, name, device)
+    run(grid, block, args, shared_bytes=shared_bytes, pdl=pdl, cluster=cluster)
+
+
+@functools.cache
+def has_clusters(device: torch.device) -> bool:
+    """Whether blocks of `device` can be launched in clusters: from compute capability 9.0 on."""
+    return detect(str(device)).capability >= (9, 0)
 
 
 def kernel(source: str, name: str, device: torch.device) -> Kernel:
