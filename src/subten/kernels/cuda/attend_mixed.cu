@@ -103,10 +103,10 @@ INLINE void fill_angles(u8* arena, const float* table, int table_len) {
     }
 }
 
-template <int BITS, int DIM, bool HAS_TABLE, bool POLLS, bool IS_ROLLED>
+template <int BITS, int DIM, bool HAS_TABLE, bool POLLS>
 INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     using P = MixedPart<BITS, DIM>;
-    using Sums = MixedSums<BITS, DIM, IS_ROLLED>;
+    using Sums = MixedSums<BITS, DIM>;
     constexpr int HEADS = 8;
     // Heads lie so far apart that lanes of two of them read different banks.
     constexpr int COEFS = DIM + 16;
@@ -406,8 +406,8 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
                                             mixed.lse);
 }
 
-template <int BITS, int DIM, bool HAS_TABLE, bool POLLS, int MOST_THREADS, bool IS_ROLLED>
-__global__ void __launch_bounds__(MOST_THREADS, 1)
+template <int BITS, int DIM, bool HAS_TABLE, bool POLLS>
+__global__ void __launch_bounds__(256, 1)
     attend_mixed_kernel(const u16* q, i64 q_stride_t, i64 q_stride_h, i64 q_stride_d, const u8* k,
                         i64 k_stride, i64 k_head_stride, const u8* base, i64 base_stride,
                         i64 base_head_stride, const u8* fine, i64 fine_stride,
@@ -451,5 +451,5 @@ __global__ void __launch_bounds__(MOST_THREADS, 1)
                           table_len,
                           share_pages,
                           has_fine != 0};
-    mixed_block<BITS, DIM, HAS_TABLE, POLLS, IS_ROLLED>(call, mixed);
+    mixed_block<BITS, DIM, HAS_TABLE, POLLS>(call, mixed);
 }
