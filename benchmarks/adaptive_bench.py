@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import multiprocessing
 import sys
@@ -261,15 +260,12 @@ def _sizes(shape: Shape, context: int, num_bytes: int) -> dict[str, Any]:
     }
 
 
-def plans_to_try() -> Iterator[tuple[DecodePlan, bool]]:
-    """Those of batch 1 at four KV heads, and whether loops within a page are loops."""
-    for (num_warps, num_stages), is_rolled in itertools.product(
-        ((8, 3), (12, 2), (16, 2)), (True, False)
-    ):
-        plan = DecodePlan(
+def plans_to_try() -> Iterator[DecodePlan]:
+    """Those of batch 1 at four KV heads."""
+    for num_warps, num_stages in ((4, 4), (8, 2), (8, 3), (8, 4)):
+        yield DecodePlan(
             num_splits=32, min_slices=4, num_warps=num_warps, num_stages=num_stages, polls=True
         )
-        yield plan, is_rolled
 
 
 _UNFIT = (triton.runtime.errors.OutOfResources, RuntimeError, AssertionError)
@@ -281,8 +277,8 @@ def try_plans(
 ) -> Iterator[dict[str, Any]]:
     """A line a plan."""
     case = make_mixed(shape, mix, context)
-    for plan, cuda_mixed.IS_ROLLED in plans_to_try():
-        line = {"mix": mix.name, "context": context, "is_rolled": cuda_mixed.IS_ROLLED}
+    for plan in plans_to_try():
+        line = {"mix": mix.name, "context": context}
         line |= {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
         run = functools.partial(case.attend, functools.partial(cuda_mixed.attend_mixed, plan=plan))
         try:
@@ -304,10 +300,9 @@ def try_rows(shape: Shape, mix: Mix, timed: Callable[[Callable[[], Any]], float]
     return result
 
 
-def compile_one(args: tuple[str, Mix | str, bool, int | None]) -> None:
-    """Compile what a case launches, by a short one, for other processes to find; or only what it
-    does with one of the plans to try."""
-    shape_name, mix, is_prefill, plan_index = args
+def compile_one(args: tuple[str, Mix | str, bool]) -> None:
+    """Compile what a case launches, by a short one, for other processes to find."""
+    shape_name, mix, is_prefill = args
     shape = replace(SHAPES[shape_name], num_layers=5)
     if isinstance(mix, str):
         measure_fixed(shape, mix, 4096, lambda run: 0.0 * (run() is None))
@@ -316,10 +311,6 @@ def compile_one(args: tuple[str, Mix | str, bool, int | None]) -> None:
         try_rows(shape, mix, lambda run: run() or 0.0)
         return
     case = make_mixed(shape, mix, 4096)
-    if plan_index is not None:
-        plan, cuda_mixed.IS_ROLLED = list(plans_to_try())[plan_index]
-        case.attend(functools.partial(cuda_mixed.attend_mixed, plan=plan))
-        return
     case.attend()
     case.append()
 
@@ -342,17 +333,11 @@ def main() -> None:
     kernels = {
         (mix.k_bits, mix.cold > 0, mix.is_calibrated): mix for mix in MIXES[: args.num_mixes]
     }
-    jobs: list[tuple[str, Mix | str, bool, int | None]]
-    jobs = [(args.shape, mix, False, None) for mix in (*kernels.values(), *args.codecs)]
-    if args.try_plans:
-        jobs = [
-            (args.shape, mix, False, index)
-            for mix in kernels.values()
-            if not mix.cold
-            for index in (0, 1, 4, 5)  # 12 warps have the kernels of 16
-        ]
+    names = [] if args.try_plans else args.codecs
+    jobs: list[tuple[str, Mix | str, bool]]
+    jobs = [(args.shape, mix, False) for mix in (*kernels.values(), *names)]
     if args.prefill:
-        jobs = [(args.shape, middle, True, None)]
+        jobs = [(args.shape, middle, True)]
     with multiprocessing.get_context("spawn").Pool(args.num_compilers) as pool:
         pool.map(compile_one, jobs, chunksize=1)
     shape, records = SHAPES[args.shape], []

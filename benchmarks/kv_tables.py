@@ -275,24 +275,26 @@ def menu_table(results: Results) -> str:
             sizes = [f"{kv_format(name, dim).page_bytes / PAGE_SIZE:g}" for dim in (64, 128)]
         known = [name, twin.get(name, name)]
         costs = [next((cost[m, n] for n in known if (m, n) in cost), exact) for m in models]
-        rows.append([options, when, *sizes, *costs, speed.get(name.partition("-")[0], "")])
+        form = name.partition("-")[0] + ("-cold" if is_adaptive and cold else "")
+        rows.append([options, when, *sizes, *costs, speed.get(form, "")])
     header = ["`--kv-cache-dtype`", "when to use it", "bytes at 64", "at 128"]
     header += [f"{model}: perplexity, KLD" for model in models]
     return table([*header, f"attention at {context} tokens, times fp8"], rows)
 
 
 def _times_fp8(results: Results) -> tuple[int, dict[str, str]]:
-    """Attention of one step at the longest context that was measured, by format; that context."""
+    """Attention of one step by format, at the context at which most were measured; that context."""
     rows = [row for result in of_kind(results, "adaptive_attend") for row in result["records"]]
-    longest = max((row["context"] for row in rows), default=0)
-    rows = [row for row in rows if row["context"] == longest]
+    contexts = [row["context"] for row in rows]
+    most = max(contexts, key=lambda context: (contexts.count(context), context), default=0)
+    rows = [row for row in rows if row["context"] == most]
     found: dict[str, list[float]] = {}
     for row in rows:
         if not row["format"].endswith("plain"):
             fp8 = next(other["us_per_layer"] for other in rows if other["format"] == "fp8")
-            name = row["format"].partition(" ")[0]
+            name = row["format"].partition(" ")[0] + ("-cold" if row.get("cold") else "")
             found.setdefault(name, []).append(row["us_per_layer"] / fp8)
-    return longest, {
+    return most, {
         name: f"{min(each):.2f}" + (f" to {max(each):.2f}" if len(each) > 1 else "")
         for name, each in found.items()
     }

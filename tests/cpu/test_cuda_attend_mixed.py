@@ -103,7 +103,6 @@ def test_matches_dense(
         DecodePlan(num_splits=1, min_slices=1, num_warps=1, num_stages=3),
         DecodePlan(num_splits=2, min_slices=2, num_warps=3, num_stages=2),
         DecodePlan(num_splits=64, min_slices=1, num_warps=1, num_stages=5, polls=True),
-        DecodePlan(num_splits=2, min_slices=1, num_warps=16, num_stages=2, polls=True),
     ],
     ids=str,
 )

@@ -11,16 +11,16 @@ LONG_CONTEXT = 32768
 """Tokens from which on it is said: below, attention is a small part of a step."""
 
 TIMES_FP8: Mapping[str, Mapping[int, float]] = {
-    "int4_g32": {32768: 3.64},
-    "int4_g64": {32768: 4.28},
-    "fp4": {32768: 4.14},
-    "fp4_mx": {32768: 3.99},
-    "vq1.5": {32768: 107.5},
-    "adaptive": {32768: 8.59},
+    "int4_g32": {32768: 3.43},
+    "int4_g64": {32768: 4.03},
+    "fp4": {32768: 3.89},
+    "fp4_mx": {32768: 3.75},
+    "vq1.5": {32768: 4.19},
+    "adaptive": {32768: 1.6, 131072: 1.12},
 }
 """Time of attention over that of `fp8`, by tokens in the cache, of formats of fewer bytes that took
 longer: qwen3-30b-a3b's shape, batch 1, one H200, from benchmarks/results/h200-adaptive-attend.json.
-Of `adaptive` the slowest mix of pages."""
+Of `adaptive` the slowest mix of pages without cold ones."""
 
 
 def warn_if_slow(kv_cache_dtype: str, *, device_kind: str, max_model_len: int) -> None:

@@ -27,8 +27,8 @@ using emulation::unpack;
     APPEND(CODEC, ENCODER, 64, false), APPEND(CODEC, ENCODER, 128, false)
 
 #define MIXED(BITS, DIM, TABLE, POLLS)                                          \
-    {"attend_mixed_kernel<" #BITS ", " #DIM ", " #TABLE ", " #POLLS ", 256, true>", \
-     unpack(attend_mixed_kernel<BITS, DIM, TABLE, POLLS, 256, true>)}
+    {"attend_mixed_kernel<" #BITS ", " #DIM ", " #TABLE ", " #POLLS ">", \
+     unpack(attend_mixed_kernel<BITS, DIM, TABLE, POLLS>)}
 #define MIXES(BITS)                                                        \
     MIXED(BITS, 64, false, false), MIXED(BITS, 64, true, false),           \
         MIXED(BITS, 128, false, false), MIXED(BITS, 128, true, false)
@@ -56,10 +56,6 @@ const std::map<std::string, Launch> kernels = {
     MIXED(4, 128, false, true),
     MIXED(4, 128, true, true),
     MIXED(3, 64, true, true),
-    {"attend_mixed_kernel<4, 128, true, true, 512, true>",
-     unpack(attend_mixed_kernel<4, 128, true, true, 512, true>)},
-    {"attend_mixed_kernel<4, 128, false, true, 512, true>",
-     unpack(attend_mixed_kernel<4, 128, false, true, 512, true>)},
 };
 
 // Inputs that the kernel ahead writes: they are NaN until a block waits.

@@ -103,10 +103,10 @@ INLINE void fill_angles(u8* arena, const float* table, int table_len) {
     }
 }
 
-template <int BITS, int DIM, bool HAS_TABLE, bool POLLS, bool IS_ROLLED>
+template <int BITS, int DIM, bool HAS_TABLE, bool POLLS>
 INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     using P = MixedPart<BITS, DIM>;
-    using Sums = MixedSums<BITS, DIM, IS_ROLLED>;
+    using Sums = MixedSums<BITS, DIM>;
     constexpr int HEADS = 8;
     // Heads lie so far apart that lanes of two of them read different banks.
     constexpr int COEFS = DIM + 16;
@@ -212,25 +212,24 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     ExactRows exact{};
     exact.num_keys = num_keys;
     exact.first_near = num_keys;
-    if (num_keys > 0) {
-        if (mixed.window > 0) {
-            const int near = num_seen - mixed.window, from = load_from_l2(mixed.recent_from + seq);
-            exact.first_near = near > from ? near : from;
-            if (exact.first_near > num_keys) exact.first_near = num_keys;
-            exact.base = load_from_l2(mixed.recent_base + seq);
-            exact.cap = load_from_l2(mixed.recent_cap + seq);
-            exact.recent = mixed.recent + kv_head * mixed.recent_head_stride;
-            exact.recent_stride = mixed.recent_stride;
-            // All but the newest are in memory: to L2, from where they will be read.
-            if (end == num_slices && warp == 0) {
-                const int start = exact.first_near < 0 ? 0 : exact.first_near;
+    if (num_keys > 0 && mixed.window > 0 && end * PAGE_KEYS > num_seen - mixed.window) {
+        const int near = num_seen - mixed.window, from = load_from_l2(mixed.recent_from + seq);
+        exact.base = load_from_l2(mixed.recent_base + seq);
+        exact.cap = load_from_l2(mixed.recent_cap + seq);
+        exact.first_near = near > from ? near : from;
+        if (exact.first_near > num_keys) exact.first_near = num_keys;
+        exact.recent = mixed.recent + kv_head * mixed.recent_head_stride;
+        exact.recent_stride = mixed.recent_stride;
+        // All but the newest are in memory: to L2, from where they will be read.
+        if (end == num_slices && warp == 0) {
+            const int start = exact.first_near < 0 ? 0 : exact.first_near;
 #pragma unroll 1
-                for (int key = start + lane; key < num_keys - 1; key += WARP)
-                    prefetch_bulk(exact.row<DIM>(key, false), 4 * DIM);
-            }
+            for (int key = start + lane; key < num_keys - 1; key += WARP)
+                prefetch_bulk(exact.row<DIM>(key, false), 4 * DIM);
         }
-        const int sink =
-            mixed.num_sinks > 0 ? load_from_l2(mixed.sink_of + load_from_l2(table_row)) : -1;
+    }
+    if (num_keys > 0 && mixed.num_sinks > 0 && first == 0) {
+        const int sink = load_from_l2(mixed.sink_of + load_from_l2(table_row));
         if (sink >= 0) {
             exact.sinks = reinterpret_cast<const u16*>(mixed.sinks.of(sink, kv_head));
             exact.sink_values = mixed.num_sinks * DIM;
@@ -407,8 +406,8 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
                                             mixed.lse);
 }
 
-template <int BITS, int DIM, bool HAS_TABLE, bool POLLS, int MOST_THREADS, bool IS_ROLLED>
-__global__ void __launch_bounds__(MOST_THREADS, 1)
+template <int BITS, int DIM, bool HAS_TABLE, bool POLLS>
+__global__ void __launch_bounds__(256, 1)
     attend_mixed_kernel(const u16* q, i64 q_stride_t, i64 q_stride_h, i64 q_stride_d, const u8* k,
                         i64 k_stride, i64 k_head_stride, const u8* base, i64 base_stride,
                         i64 base_head_stride, const u8* fine, i64 fine_stride,
@@ -452,5 +451,5 @@ __global__ void __launch_bounds__(MOST_THREADS, 1)
                           table_len,
                           share_pages,
                           has_fine != 0};
-    mixed_block<BITS, DIM, HAS_TABLE, POLLS, IS_ROLLED>(call, mixed);
+    mixed_block<BITS, DIM, HAS_TABLE, POLLS>(call, mixed);
 }

@@ -34,8 +34,8 @@ from subten.kernels.step import StepTensors
 ARENA_BYTES = 256 * 256
 """Levels of values and angles of positions, beside the rings."""
 
-IS_ROLLED = True
-"""Whether the loops within a page are loops, for the sake of the instruction cache."""
+MAX_WARPS = 8
+"""Of a block: what a thread's registers leave."""
 
 MAX_WINDOW = 448
 """Recent rows that a query reads: the arena holds scores of 512 exact keys, 64 of them sinks."""
@@ -89,6 +89,7 @@ def attend_mixed(
         plan = plan_mixed(
             num_sms=num_sms(q_THD.device), num_sequences=num_tiles, num_kv_heads=num_kv_heads
         )
+    assert plan.num_warps <= MAX_WARPS, plan
     layout = page_bytes(pages, fmt)
     choice = launch_splits(q_THD, num_kv_heads, layout, step, scale=scale, plan=plan)
 
@@ -98,13 +99,7 @@ def attend_mixed(
             grid = (grid[0], len(part.tile_seq_Q), grid[2])
         runtime.launch(
             "attend_mixed.cu",
-            kernel_name(
-                pages,
-                fmt,
-                has_table=table_PC is not None,
-                polls=choice.polls,
-                num_warps=plan.num_warps,
-            ),
+            kernel_name(pages, fmt, has_table=table_PC is not None, polls=choice.polls),
             grid,
             choice.num_threads,
             (
@@ -174,9 +169,9 @@ def plan_mixed(*, num_sms: int, num_sequences: int, num_kv_heads: int) -> Decode
     pairs = num_sequences * num_kv_heads
     if pairs > num_sms // 2:
         num_splits = 4 if pairs < 4 * num_sms else 1
-        return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=16, num_stages=2)
+        return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=8, num_stages=3)
     num_splits = max(1, min(MAX_SPLITS, num_sms // num_kv_heads // 2 * 2))
-    return DecodePlan(num_splits=num_splits, min_slices=4, num_warps=16, num_stages=2, polls=True)
+    return DecodePlan(num_splits=num_splits, min_slices=4, num_warps=8, num_stages=3, polls=True)
 
 
 def page_bytes(pages: MixedPages, fmt: MixedFormat) -> SliceBytes:
@@ -186,14 +181,10 @@ def page_bytes(pages: MixedPages, fmt: MixedFormat) -> SliceBytes:
     return SliceBytes(keys=PAGE_SIZE, stage_bytes=stage_bytes, beside=ARENA_BYTES)
 
 
-def kernel_name(
-    pages: MixedPages, fmt: MixedFormat, *, has_table: bool, polls: bool, num_warps: int
-) -> str:
-    """The kernel of attend_mixed.cu for bits of keys, D, a table or none, how splits merge, and the
-    threads of a block that its registers must suffice for."""
-    flags = (has_table, polls, 256 if num_warps <= 8 else 512, IS_ROLLED)
-    arguments = ", ".join(str(flag).lower() for flag in (pages.k_bits, fmt.head_dim, *flags))
-    return f"attend_mixed_kernel<{arguments}>"
+def kernel_name(pages: MixedPages, fmt: MixedFormat, *, has_table: bool, polls: bool) -> str:
+    """The kernel of attend_mixed.cu for bits of keys, D, a table or none, and how splits merge."""
+    flags = (pages.k_bits, fmt.head_dim, has_table, polls)
+    return f"attend_mixed_kernel<{', '.join(str(flag).lower() for flag in flags)}>"
 
 
 def _tiles() -> AttendPlan:

@@ -194,7 +194,7 @@ private:
     }
 };
 
-template <int BITS, int DIM, bool IS_ROLLED>
+template <int BITS, int DIM>
 struct MixedSums : WarpSums<KvMixed, DIM, 1> {
     using Base = WarpSums<KvMixed, DIM, 1>;
     using P = MixedPart<BITS, DIM>;
@@ -203,7 +203,6 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
     using Base::acc, Base::g, Base::t, Base::max, Base::q_pairs, Base::sum;
     static constexpr int STEPS = Base::STEPS, TILES = Base::TILES, FRAGMENTS = Base::FRAGMENTS;
     static constexpr int WORDS = Base::KeyShare::WORDS, UNIT = Base::KeyShare::UNIT;
-    static constexpr int LOOPS = IS_ROLLED ? 1 : TILES;
     // Neighbouring channels of V that a lane holds in each quarter.
     static constexpr int V_UNIT = DIM / 32;
     static_assert(TILES == 4 && FRAGMENTS == STEPS && Base::ValueShare::WORDS == 1, "a whole page");
@@ -267,15 +266,9 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
 
     // Scores of the keys in `stage` from their codes: sums of integers, exact; those of the upper
     // bytes of q count 256. Nibble j of a word of codes has that of byte j / 2, of quarter q or,
-    // where j is odd, q + 2. Two tiles at once: their sums do not wait for each other. A loop, as
-    // those below, for instructions that do not fit the first cache come at half the speed; `p`
-    // moves on by two tiles, for registers have no index.
+    // where j is odd, q + 2. Two tiles at once: their sums do not wait for each other.
     INLINE void score(Scores& p, const u8* stage) const {
 #pragma unroll
-        for (int n = 0; n < TILES; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) p[n][0][i] = 0;
-#pragma unroll LOOPS
         for (int first = 0; first < TILES; first += 2) {
             u32 low[2][2][WORDS], high[2][2][WORDS];
             int upper[2][4] = {}, lower[2][4];
@@ -310,11 +303,9 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
 #pragma unroll
             for (int b = 0; b < 2; ++b)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    p[b][0][i] = p[b + 2][0][i];
-                    p[b + 2][0][i] =
+                for (int i = 0; i < 4; ++i)
+                    p[first + b][0][i] =
                         (float)(upper[b][i] * 256 + lower[b][i]) * norms[b][i / 2];
-                }
         }
     }
 
@@ -325,7 +316,7 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
     INLINE void add_positions(Scores& p, const float* row, const float* coefs,
                               const u8* fragments) const {
         float of_positions[TILES][4] = {}, factors[2];
-#pragma unroll LOOPS
+#pragma unroll
         for (int u = 0; u < DIM / 32; ++u) {
             const int pair = 16 * u + 4 * t;
             float c[4], s[4], a[4], b[4], x[4], y[4];
@@ -387,17 +378,10 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
         }
     }
 
-    static INLINE void move_on(u32 (&pairs)[TILES][2]) {
-#pragma unroll
-        for (int n = 1; n < TILES; ++n)
-#pragma unroll
-            for (int r = 0; r < 2; ++r) pairs[n - 1][r] = pairs[n][r];
-    }
-
-    // O^T += V^T P^T of values at 2 bits; `pairs` is used up.
-    INLINE void add_base(u32 (&pairs)[TILES][2], const u8* stage) {
+    // O^T += V^T P^T of values at 2 bits.
+    INLINE void add_base(const u32 (&pairs)[TILES][2], const u8* stage) {
         float surplus[1][4] = {};
-#pragma unroll LOOPS
+#pragma unroll
         for (int n = 0; n < TILES; ++n) {
             u32 rows[4], a[FRAGMENTS][4];
             load_values(rows, stage, n);
@@ -406,10 +390,9 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
             KvMixed::value_pairs(a, ab, cd);
 #pragma unroll
             for (int m = 0; m < FRAGMENTS; ++m)
-                mma(acc[0][m], a[m][0], a[m][1], a[m][2], a[m][3], pairs[0][0], pairs[0][1]);
+                mma(acc[0][m], a[m][0], a[m][1], a[m][2], a[m][3], pairs[n][0], pairs[n][1]);
             mma(surplus[0], KvMixed::SURPLUS_X, KvMixed::SURPLUS_Y, KvMixed::SURPLUS_X,
-                KvMixed::SURPLUS_Y, pairs[0][0], pairs[0][1]);
-            move_on(pairs);
+                KvMixed::SURPLUS_Y, pairs[n][0], pairs[n][1]);
         }
         Base::drop_surplus(surplus);
     }
@@ -417,8 +400,8 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
     // The same of values at 4 bits. `table` has, 256 bytes apart, for each pair of codes
     // `fine | base << 2`, that of the first key in the lower four bits, both levels / 256; each
     // lane reads a copy of its own, `own` bytes on.
-    INLINE void add_fine(u32 (&pairs)[TILES][2], const u8* stage, const u8* table, u32 own) {
-#pragma unroll LOOPS
+    INLINE void add_fine(const u32 (&pairs)[TILES][2], const u8* stage, const u8* table, u32 own) {
+#pragma unroll
         for (int n = 0; n < TILES; ++n) {
             u32 base[4], fine[4];
             load_values(base, stage, n);
@@ -442,9 +425,8 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
                     const u32 at = byte_and_below(codes[i / 2][q][i % 2], byte, own);
                     a[i] = *reinterpret_cast<const u32*>(table + at);
                 }
-                mma(acc[0][m], a[0], a[1], a[2], a[3], pairs[0][0], pairs[0][1]);
+                mma(acc[0][m], a[0], a[1], a[2], a[3], pairs[n][0], pairs[n][1]);
             }
-            move_on(pairs);
         }
     }
 
