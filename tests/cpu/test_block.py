@@ -313,11 +313,21 @@ def test_triton_equals_torch(codec: str, generator: torch.Generator, device: tor
     block = make_block("gqa", codec, device, generator, backend="triton")
     block.load_state_dict(twin.state_dict())
     x_BTD = make_input(block, generator, 2, 19)
-    expected, _ = run(twin, x_BTD, [17, 1, 1])
-    actual, _ = run(block, x_BTD, [17, 1, 1])
-    # Other sum orders in float32; int4 allows one code to fall to the other side of a boundary.
-    bound = 2e-5 if codec == "fp32" else 2e-2
-    assert (actual - expected).abs().max() <= bound
+    expected_BTD, twin_cache = run(twin, x_BTD, [17, 1, 1])
+    actual_BTD, cache = run(block, x_BTD, [17, 1, 1])
+    pairs = zip(actual_BTD, expected_BTD, cache.page_ids, strict=True)
+    for actual_TD, expected_TD, page_ids in pairs:
+        error_T = (actual_TD - expected_TD).abs().amax(-1)
+        moved = (cache.pages_PGB[page_ids] != twin_cache.pages_PGB[page_ids]).sum()
+        if codec == "fp32" or moved == 0:
+            # Other sum orders in float32.
+            assert error_T.max() <= 2e-5, error_T
+        else:
+            # A value on the edge of two codes, or a scale on that of two BF16 numbers and with it
+            # the codes of its row: one row in some tens of runs. All tokens after it see that, the
+            # first few most, and some may take another expert.
+            assert moved <= cache.fmt.row.total, moved
+            assert error_T.max() <= 1, error_T
 
 
 def test_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
