@@ -23,6 +23,7 @@ import api_fuzz
 import key_doors
 from key_doors import ROUTES
 
+import subten
 from subten.serve import auth
 
 AUTH = {"Authorization": f"Bearer {KEY}"}
@@ -318,8 +319,14 @@ def test_one_listener_and_no_connection_elsewhere(server):
 
 
 def test_health_needs_no_key(server):
-    for path in ("/health/live", "/health/ready"):
+    for path in ("/health/live", "/health/ready", "/health"):
         assert server.request("GET", path)[0] == 200
+
+
+def test_the_version_is_that_of_the_package(server):
+    status, _, text = server.request("GET", "/version", headers=AUTH)
+    assert status == 200
+    assert json.loads(text) == {"version": subten.__version__}
 
 
 def test_unknown_routes_and_models(server):

@@ -266,6 +266,24 @@ def test_a_function_call_whole_and_in_pieces(client):
     assert none.choices[0].message.content == TEXTS["call"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_parallel", [None, True, False])
+def test_one_call_where_no_more_are_wanted(client, is_parallel, stream):
+    tool = {"type": "function", "function": {"name": "add"}}
+    settings = {"model": MODEL, "messages": chat("calls"), "tools": [tool], "stream": stream}
+    if is_parallel is not None:
+        settings["parallel_tool_calls"] = is_parallel
+    answer = client.chat.completions.create(**settings)
+    if stream:
+        calls = [c for chunk in answer for c in chunk.choices[0].delta.tool_calls or []]
+        assert [call.index for call in calls] == list(range(len(calls)))
+    else:
+        calls = answer.choices[0].message.tool_calls
+        assert answer.choices[0].finish_reason == "tool_calls"
+    numbers = [json.loads(call.function.arguments)["x"] for call in calls]
+    assert numbers == ([1] if is_parallel is False else [1, 2, 3])
+
+
 def test_the_longest_prompt_gets_one_token(client):
     for num_tokens, is_taken in ((MAX_MODEL_LEN - 1, True), (MAX_MODEL_LEN, False)):
         settings = {"model": MODEL, "prompt": "a" * num_tokens, "max_tokens": 2**31}
@@ -446,6 +464,19 @@ def test_responses_whole_and_in_pieces(client):
     for odd in ({"store": True}, {"previous_response_id": "resp_1"}, {"input": ""}):
         with pytest.raises(BadRequestError):
             client.responses.create(**{"model": MODEL, "input": "fox"} | odd)
+
+
+def test_a_response_goes_on_from_an_earlier_one(client):
+    first = client.responses.create(model=MODEL, input="fox")
+    told = [{"role": "user", "content": "fox"}, *first.output, {"role": "user", "content": "fox"}]
+    second = client.responses.create(model=MODEL, input=told, max_output_tokens=1)
+    text = f"user:fox\nassistant:{TEXTS['fox']}\nuser:fox\n"
+    assert second.usage.input_tokens == len(text)
+    part = {"type": "output_text", "text": "a", "annotations": [{"type": "url_citation"}]}
+    with pytest.raises(BadRequestError) as caught:
+        # What cannot be given to the model is not dropped.
+        client.responses.create(model=MODEL, input=[{"role": "assistant", "content": [part]}])
+    assert caught.value.param == "input.0.content.0.annotations"
 
 
 def test_the_log_has_no_prompt(server):

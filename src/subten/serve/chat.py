@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -109,6 +110,7 @@ class _Writer:
         self._has_tools = bool(body.tools) and body.tool_choice != "none"
         # A forced call is JSON by itself, whatever form the model uses of its own will.
         self._has_tools = self._has_tools and (context.has_tool_parser or self._is_forced)
+        self._max_calls = 1 if body.parallel_tool_calls is False else sys.maxsize
         self._readers: dict[int, ToolCallReader] = {}
         self._num_calls: dict[int, int] = {}
         self.head: dict[str, Any] = {
@@ -166,6 +168,7 @@ class _Writer:
             rest = reader.flush()
             found.text += rest.text
             found.calls += rest.calls
+        del found.calls[self._max_calls - self._num_calls.get(piece.index, 0) :]
         return found
 
     def _calls(self, index: int, calls: list[FoundCall], *, is_delta: bool) -> list[dict[str, Any]]:

@@ -219,12 +219,22 @@ class ChatBody(Sampled):
     """Makes no difference here."""
 
 
+class ResponsesPart(TextPart):
+    """A piece of a message, as an earlier response gave it."""
+
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    logprobs: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
 class ResponsesMessage(Body):
-    """One message of a /v1/responses conversation."""
+    """One message of a /v1/responses conversation; the output of an earlier response is one."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=2048)]
+    content: Text | Annotated[list[ResponsesPart], Field(min_length=1, max_length=2048)]
     type: Literal["message"] | None = None
+    id: Annotated[str, StringConstraints(max_length=256)] | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    """Like `id` it makes no difference here."""
 
 
 class ResponsesText(Body):
