@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -436,6 +437,81 @@ def test_schemas_that_cannot_be_followed(client, schema):
     with pytest.raises(BadRequestError) as caught:
         client.chat.completions.create(**settings)
     assert caught.value.param == "response_format.json_schema.schema"
+
+
+CHOICES = ["a/b", 'c"d\\', f"e\nf {GENE}", "a", "%ignore"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_followed"),
+    [
+        ({"regex": r"(ab|c){3}[0-9]{2}/x"}, re.compile(r"(ab|c){3}[0-9]{2}/x").fullmatch),
+        (
+            {"grammar": 'start: "<" word+ ">"\nword: /[xy]{2}/'},
+            re.compile("<([xy]{2})+>").fullmatch,
+        ),
+        ({"choice": CHOICES}, CHOICES.__contains__),
+        ({"json": {"enum": [1, "b"]}}, ("1", '"b"').__contains__),
+    ],
+    ids=["regex", "grammar", "choice", "json"],
+)
+def test_grammars_are_followed_by_a_model_of_noise(client, asked, is_followed):
+    settings = {"model": MODEL, "max_tokens": 900, "temperature": 5, "n": 3}
+    settings |= {"extra_body": {"structured_outputs": asked}}
+    whole = client.completions.create(prompt="noise", **settings)
+    talk = client.chat.completions.create(messages=chat("noise"), **settings)
+    texts = [c.text for c in whole.choices] + [c.message.content for c in talk.choices]
+    assert all(is_followed(text) for text in texts), texts
+    assert {c.finish_reason for c in (*whole.choices, *talk.choices)} == {"stop"}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"regex": "a", "choice": ["b"]},
+        {"regex": ""},
+        {"regex": "["},
+        {"regex": "(?=a)b"},
+        {"regex": r"(a)\1"},
+        {"regex": "a" * 70_000},
+        {"grammar": ""},
+        {"grammar": 'root ::= "a"'},
+        {"grammar": "start: missing"},
+        {"grammar": "start: start"},
+        {"choice": []},
+        {"choice": [""]},
+        {"choice": [1]},
+        {"json": {"type": "wizard"}},
+        {"json": "{}"},
+        {"json_object": False},
+        # Takes longer than anyone waits.
+        {"grammar": "start: A\nA: " + " & ".join(f"/.*(a|b|c){{{i}}}x.*/" for i in range(40))},
+    ],
+    ids=lambda asked: str(asked)[:30],
+)
+def test_grammars_that_cannot_be_followed(client, asked):
+    settings = {"model": MODEL, "extra_body": {"structured_outputs": asked}, "max_tokens": 3}
+    for create, said in (
+        (client.completions.create, {"prompt": "fox"}),
+        (client.chat.completions.create, {"messages": chat("fox")}),
+    ):
+        with pytest.raises(BadRequestError) as caught:
+            create(**settings, **said)
+        assert caught.value.param.split(".")[0] == "structured_outputs"
+
+
+def test_one_grammar_at_a_time(client):
+    settings = {"model": MODEL, "messages": chat("fox")}
+    settings |= {"extra_body": {"structured_outputs": {"regex": "a"}}}
+    tool = {"type": "function", "function": {"name": "add"}}
+    for other in (
+        {"response_format": {"type": "json_object"}},
+        {"tools": [tool], "tool_choice": "required"},
+    ):
+        with pytest.raises(BadRequestError) as caught:
+            client.chat.completions.create(**settings, **other)
+        assert caught.value.param == "structured_outputs"
 
 
 def test_responses_whole_and_in_pieces(client):

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from subten.serve.context import Context, new_id
 from subten.serve.errors import ApiError, json_response
 from subten.serve.generation import Generation, Job
-from subten.serve.grammar import format_schema
+from subten.serve.grammar import of_format
 from subten.serve.protocol import ChatMessage, ResponsesBody, Sampled, parse
 from subten.serve.requests import sampling_params, template_messages
 from subten.serve.streams import EventStream, collect, event
@@ -24,7 +24,7 @@ async def create_response(context: Context, request: Request) -> Response:
     body = parse(ResponsesBody, await read_object(request))
     context.check_model(body.model)
     context.generator.check_ready()
-    asked = format_schema(body.text.format if body.text else None, param="text.format")
+    asked = of_format(body.text.format if body.text else None, param="text.format")
     grammar = await context.grammar(asked)
     text = await context.need_templates("input").render(template_messages(_messages(body)))
     prompt = await context.encode_chat(text, param="input")
