@@ -14,7 +14,7 @@ from subten.serve.errors import ApiError, json_response
 from subten.serve.generation import Generation, Job
 from subten.serve.grammar import of_format
 from subten.serve.protocol import ChatMessage, ResponsesBody, Sampled, parse
-from subten.serve.requests import sampling_params, template_messages
+from subten.serve.requests import message_text, sampling_params, template_messages
 from subten.serve.streams import EventStream, collect, event
 from subten.serve.strict_json import read_object
 
@@ -49,7 +49,9 @@ def _messages(body: ResponsesBody) -> list[ChatMessage]:
         messages.append(ChatMessage(role="system", content=body.instructions))
     if isinstance(body.input, str):
         return [*messages, ChatMessage(role="user", content=body.input)]
-    return messages + [ChatMessage(role=m.role, content=m.content) for m in body.input]
+    return messages + [
+        ChatMessage(role=m.role, content=message_text(m.content)) for m in body.input
+    ]
 
 
 class _Writer:
