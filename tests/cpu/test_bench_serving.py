@@ -22,6 +22,7 @@ from subten.bench.serving import (
     WORDS,
     Load,
     Outcome,
+    details,
     measure_serving,
     parse_goodput,
     percentile,
@@ -225,6 +226,29 @@ def test_goodput_counts_those_that_keep_all_limits():
     assert summarise(load, outcomes, 2.0, goodput={"e2el": 150})["request_goodput"] == 1 / 2.0
 
 
+def test_peaks_are_of_the_busiest_moment():
+    load = Load(base_url="http://x", model="m", num_prompts=3)
+    # Sent at 10 s: pieces at 10.1 to 10.5 s, at 11.2 and 11.7 s; sent at 12 s: one at 12.1 s.
+    outcomes = [outcome(0.1, 4, 0.1), outcome(1.2, 1, 0.5), outcome(0.1, 0, 0.0)]
+    outcomes[2].sent_s, outcomes[2].piece_times_s = 12.0, [12.1]
+    result = summarise(load, outcomes, 3.0, goodput={})
+    assert result["max_output_tokens_per_s"] == 5
+    assert result["max_concurrent_requests"] == 2
+    # Twelve tokens in two pieces are six each.
+    outcomes[1].num_output = 12
+    assert summarise(load, outcomes, 3.0, goodput={})["max_output_tokens_per_s"] == 12
+    outcomes[2].error = "503: busy"
+    outcomes[2].piece_times_s = []
+    found = details(outcomes)
+    assert found["ttfts"] == [pytest.approx(0.1), pytest.approx(1.2), None]
+    assert found["itls"][1] == [pytest.approx(0.5)]
+    assert found["errors"] == ["", "", "503: busy"]
+    assert {len(values) for values in found.values()} == {3}
+    nothing = summarise(load, outcomes[2:], 3.0, goodput={})
+    assert nothing["max_output_tokens_per_s"] is None
+    assert nothing["max_concurrent_requests"] == 0
+
+
 @pytest.mark.parametrize("text", ["ttft", "ttft:", "ttft:0", "ttft:nan", "itl:5", "ttft:-1", ""])
 def test_odd_goodput_is_refused(text):
     with pytest.raises(ConfigError, match="goodput: got"):
@@ -262,6 +286,7 @@ def test_the_command_prints_and_saves(tmp_path):
     args += ["--goodput", "ttft:60000", "--percentile-metrics", "ttft,itl"]
     with FakeServer(answer(0.0, 0.001, 4)) as server:
         args = ["bench", "serve", "--model", "m", "--base-url", server.url + "/v1/", *args]
+        args += ["--dataset-name", "random", "--save-detailed"]
         result = CliRunner().invoke(cli.app, [*args, "--save-result", str(out)])
     assert result.exit_code == 0, result.output
     assert "Serving Benchmark Result" in result.output
@@ -272,6 +297,7 @@ def test_the_command_prints_and_saves(tmp_path):
     assert saved["request_goodput"] == saved["request_throughput"]
     assert saved["total_output_tokens"] == 15
     assert {"mean_ttft_ms", "median_ttft_ms", "std_ttft_ms", "p99_ttft_ms"} <= saved.keys()
+    assert saved["output_lens"] == [5, 5, 5]
 
 
 def test_the_command_refuses_and_fails_in_one_line():

@@ -14,9 +14,10 @@ import math
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from subten.core import ConfigError, refuse
@@ -257,10 +258,14 @@ def summarise(
     good = [outcome for outcome in completed if _is_good(outcome, goodput)]
     result: dict[str, Any] = {
         "backend": "openai",
+        "endpoint_type": "openai",
+        "label": None,
         "model_id": load.model,
+        "tokenizer_id": None,
         "dataset_name": load.dataset,
         "num_prompts": load.num_prompts,
         "request_rate": "inf" if math.isinf(load.request_rate) else load.request_rate,
+        "burstiness": 1.0,
         "max_concurrency": load.max_concurrency,
         "seed": load.seed,
         "duration": duration_s,
@@ -272,6 +277,8 @@ def summarise(
         "request_goodput": len(good) / duration_s if goodput else None,
         "output_throughput": num_output / duration_s,
         "total_token_throughput": (num_input + num_output) / duration_s,
+        "max_output_tokens_per_s": _busiest_second(completed),
+        "max_concurrent_requests": _most_at_a_time(completed),
         "requests_of_other_output_len": sum(o.num_output != o.num_asked for o in completed),
         "requests_of_merged_pieces": sum(len(o.piece_times_s) != o.num_output for o in completed),
         "errors": sorted({outcome.error for outcome in outcomes if outcome.error})[:10],
@@ -279,6 +286,42 @@ def summarise(
     for metric in metrics:
         result |= _statistics(metric, _samples(metric, completed), percentiles)
     return result
+
+
+def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Each request under the names of `--save-detailed`: seconds, tokens, and what failed."""
+    return {
+        "input_lens": [outcome.num_prompt for outcome in outcomes],
+        "output_lens": [outcome.num_output for outcome in outcomes],
+        "start_times": [outcome.sent_s for outcome in outcomes],
+        "ttfts": [t[0] - o.sent_s if (t := o.piece_times_s) else None for o in outcomes],
+        "itls": [[gap / 1e3 for gap in outcome.itl_ms] for outcome in outcomes],
+        "errors": [outcome.error for outcome in outcomes],
+    }
+
+
+def _busiest_second(completed: Sequence[Outcome]) -> float | None:
+    """Most tokens in one of the seconds since the first request; None without any.
+
+    A piece counts as an even share of its answer's tokens.
+    """
+    if not completed:
+        return None
+    began_s = min(outcome.sent_s for outcome in completed)
+    tokens: dict[int, float] = defaultdict(float)
+    for outcome in completed:
+        assert outcome.num_output is not None
+        share = outcome.num_output / len(outcome.piece_times_s)
+        for time_s in outcome.piece_times_s:
+            tokens[int(time_s - began_s)] += share
+    return max(tokens.values())
+
+
+def _most_at_a_time(completed: Sequence[Outcome]) -> int:
+    """Most requests that were under way at one moment, from sending to the last piece."""
+    begins = [(outcome.sent_s, 1) for outcome in completed]
+    ends = [(outcome.piece_times_s[-1], -1) for outcome in completed]
+    return max(accumulate((step for _, step in sorted(begins + ends)), initial=0))
 
 
 def _samples(metric: str, completed: Sequence[Outcome]) -> list[float]:
