@@ -24,6 +24,9 @@ def bench_serve(
     api_key: Annotated[
         str | None, typer.Option("--api-key", help=f"Default: {API_KEY_VARIABLE}, if set.")
     ] = None,
+    backend: Annotated[
+        str, typer.Option("--backend", help="openai: /v1/completions; openai-chat: conversations.")
+    ] = "openai",
     dataset: Annotated[
         str,
         typer.Option(
@@ -93,6 +96,7 @@ def bench_serve(
         base_url=base_url,
         model=model,
         api_key=api_key or next(iter(env_api_key()), ""),
+        backend=backend,
         dataset=dataset,
         num_prompts=num_prompts,
         request_rate=request_rate,

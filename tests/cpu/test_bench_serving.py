@@ -41,13 +41,14 @@ class FakeServer:
         fake = self
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.paths: list[str] = []
         self.num_live = self.most_live = 0
         self._lock = threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                assert self.path == "/v1/completions"
                 with fake._lock:
+                    fake.paths.append(self.path)
                     fake.num_live += 1
                     fake.most_live = max(fake.most_live, fake.num_live)
                     size = int(self.headers["Content-Length"])
@@ -171,6 +172,31 @@ def test_concurrency_has_its_limit_and_the_key_is_sent():
     assert server.most_live <= 3
     assert len(server.bodies) == 12
     assert set(server.keys) == {"Bearer secret-key"}
+    assert set(server.paths) == {"/v1/completions"}
+
+
+def test_conversations_are_asked_and_read_as_such():
+    def delta(finish: str | None = None, **fields: str) -> str:
+        return json.dumps({"choices": [{"delta": fields, "finish_reason": finish}]})
+
+    def script(_body: Any) -> Any:
+        # A role is no text; a thought and the end, which may have none, are tokens.
+        pieces = [delta(role="assistant", content=""), delta(reasoning_content="hm")]
+        pieces += [delta(content="a"), delta("length")]
+        return [(0.05, data) for data in (*pieces, usage(3), "[DONE]")]
+
+    with FakeServer(script) as server:
+        load, outcomes, duration_s = measure(server, backend="openai-chat", random_output_len=3)
+    result = summarise(load, outcomes, duration_s, goodput={})
+    assert result["completed"] == 1, result["errors"]
+    assert result["backend"] == "openai-chat"
+    assert server.paths == ["/v1/chat/completions"]
+    assert server.bodies[0]["messages"][0]["content"].count(" ") == 7
+    assert server.bodies[0]["max_completion_tokens"] == 3
+    assert not {"prompt", "max_tokens"} & server.bodies[0].keys()
+    assert len(outcomes[0].piece_times_s) == 3
+    assert result["requests_of_other_output_len"] == result["requests_of_merged_pieces"] == 0
+    assert result["median_ttft_ms"] >= 100
 
 
 def test_requests_come_at_their_rate():
@@ -267,6 +293,7 @@ def test_percentiles_are_numpys(size):
     ("field", "value"),
     [
         ("base_url", "localhost:8000"),
+        ("backend", "tgi"),
         ("dataset", "sonnet"),
         ("num_prompts", 0),
         ("random_input_len", 0),
