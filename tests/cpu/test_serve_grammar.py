@@ -12,7 +12,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("openai")
 
 from openai import BadRequestError, OpenAI
-from serving import GENE, KEY, MODEL, Server
+from serving import GENE, KEY, MODEL, TEXTS, Server
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +75,50 @@ def test_a_call_can_be_forced(client, choice, stream):
     assert len(calls) == 1
     assert calls[0].function.name in ("ab" if choice == "required" else "b")
     check_schema(calls[0].function.arguments)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_strict", [None, False, True])
+def test_strict_functions_are_called_by_their_schema(client, is_strict, stream):
+    # The model of its own will calls add with the number 1, and says how it comes to that.
+    parameters = {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}, "required": ["x"]}
+    parameters["additionalProperties"] = False
+    function = {"name": "add", "parameters": parameters}
+    if is_strict is not None:
+        function["strict"] = is_strict
+    other = {"type": "function", "function": {"name": "other"}}
+    settings = {"model": MODEL, "messages": chat("call"), "max_tokens": 900, "stream": stream}
+    settings["tools"] = [{"type": "function", "function": function}, other]
+    answer = client.chat.completions.create(**settings)
+    if stream:
+        deltas = [chunk.choices[0].delta for chunk in answer]
+        text = "".join(delta.content or "" for delta in deltas)
+        calls = [call for delta in deltas for call in delta.tool_calls or []]
+    else:
+        text, calls = answer.choices[0].message.content, answer.choices[0].message.tool_calls
+    assert text.startswith("I add. ")
+    assert calls, text
+    assert calls[0].function.name == "add"
+    given = json.loads(calls[0].function.arguments)
+    assert given.keys() == {"x"}
+    assert given["x"] in (("a", "b") if is_strict else (1,))
+
+
+def test_text_beside_strict_functions_is_free(client):
+    function = {"name": "add", "strict": True, "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": function}]
+    for name in ("fox", "gene", "calls"):
+        answer = client.chat.completions.create(model=MODEL, messages=chat(name), tools=tools)
+        message = answer.choices[0].message
+        assert (message.content or "") == ("" if name == "calls" else TEXTS[name])
+        assert len(message.tool_calls or ()) == (3 if name == "calls" else 0)
+    odd = [{"type": "function", "function": function | {"parameters": {"type": "wizard"}}}]
+    with pytest.raises(BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=chat("fox"), tools=odd)
+    assert caught.value.param == "tools"
+    # One that is not called needs no schema that can be followed.
+    settings = {"messages": chat("fox"), "tools": odd, "tool_choice": "none"}
+    assert client.chat.completions.create(model=MODEL, **settings).choices[0].message.content
 
 
 def test_a_json_object_can_be_asked_for(client):

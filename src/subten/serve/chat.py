@@ -12,7 +12,13 @@ from starlette.responses import Response
 from subten.serve.context import Context, new_id
 from subten.serve.errors import bad_field, json_response
 from subten.serve.generation import Generation, Job, Piece
-from subten.serve.grammar import Grammar, of_call, of_format, of_structured_outputs
+from subten.serve.grammar import (
+    Grammar,
+    of_call,
+    of_format,
+    of_strict_calls,
+    of_structured_outputs,
+)
 from subten.serve.logprobs import TokenTexts, chat_logprobs
 from subten.serve.protocol import ChatBody, parse
 from subten.serve.requests import (
@@ -43,7 +49,7 @@ async def create_chat_completion(context: Context, request: Request) -> Response
         sampling=sampling,
         n=body.n or 1,
         tenant=request.state.tenant,
-        grammar=await context.grammar(_grammar(body)),
+        grammar=await context.grammar(_grammar(context, body)),
     )
     generation = context.generator.start(job)
     request.state.generation = generation
@@ -73,7 +79,7 @@ async def _prompt(context: Context, body: ChatBody) -> list[int]:
     return token_ids
 
 
-def _grammar(body: ChatBody) -> Grammar | None:
+def _grammar(context: Context, body: ChatBody) -> Grammar | None:
     """What the answer must follow: a format, a grammar, or the call of a function."""
     form = of_format(body.response_format, param="response_format")
     asked = of_structured_outputs(body.structured_outputs)
@@ -81,7 +87,8 @@ def _grammar(body: ChatBody) -> Grammar | None:
         raise bad_field("structured_outputs", "allowed: this or response_format, not both")
     asked = asked or form
     if not _is_call_forced(body):
-        return asked
+        reads_calls = context.has_tool_parser and body.tool_choice != "none"
+        return asked or (of_strict_calls(body.tools) if reads_calls else None)
     if asked is not None:
         raise bad_field(asked.param.partition(".")[0], "not allowed with this tool_choice")
     assert body.tools is not None

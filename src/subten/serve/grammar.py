@@ -11,12 +11,14 @@ from typing import Any, Literal
 from subten.serve.errors import bad_field
 from subten.serve.helper import Helper
 from subten.serve.protocol import (
+    FunctionSpec,
     NamedTool,
     ResponseFormat,
     ResponsesText,
     StructuredOutputs,
     ToolSpec,
 )
+from subten.serve.tool_calls import CLOSE, OPEN
 
 MAX_GRAMMAR_CHARS = 2**16
 MAX_DEPTH = 32
@@ -130,8 +132,30 @@ def of_call(tools: list[ToolSpec], choice: str | NamedTool) -> Grammar:
         named = [function for function in named if function.name == choice.function.name]
         if not named:
             raise bad_field("tool_choice.function.name", "allowed: a name of tools")
+    return _json(_call(named), "tools")
+
+
+def of_strict_calls(tools: list[ToolSpec] | None) -> Grammar | None:
+    """Any text, its calls as strict functions want them; None where no function is strict."""
+    named = [tool.function for tool in tools or ()]
+    if not any(function.strict for function in named):
+        return None
+    anything = {"parameters": {"type": "object"}}
+    schema = _call([f if f.strict else f.model_copy(update=anything) for f in named])
+    close = CLOSE.replace("/", r"\/")
+    rules = (
+        "start: (text call)* rest",
+        rf"text[lazy]: /(.|\n)*{OPEN}/",
+        r"rest: /(.|\n)*/",
+        rf"call: /[ \n]{{0,2}}/ %json {json.dumps(schema)} /[ \n]{{0,2}}{close}/",
+    )
+    return Grammar(kind="lark", value="\n".join(rules), param="tools")
+
+
+def _call(functions: list[FunctionSpec]) -> dict[str, Any]:
+    """The schema of a call of one of the functions."""
     calls = []
-    for function in named:
+    for function in functions:
         parameters = function.parameters or {"type": "object", "properties": {}}
         properties = {"name": {"const": function.name}, "arguments": parameters}
         calls.append(
@@ -142,7 +166,7 @@ def of_call(tools: list[ToolSpec], choice: str | NamedTool) -> Grammar:
                 "additionalProperties": False,
             }
         )
-    return _json(calls[0] if len(calls) == 1 else {"anyOf": calls}, "tools")
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}
 
 
 def _json(schema: dict[str, Any], param: str) -> Grammar:
