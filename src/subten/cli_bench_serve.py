@@ -24,9 +24,16 @@ def bench_serve(
     api_key: Annotated[
         str | None, typer.Option("--api-key", help=f"Default: {API_KEY_VARIABLE}, if set.")
     ] = None,
+    backend: Annotated[
+        str, typer.Option("--backend", help="openai: /v1/completions; openai-chat: conversations.")
+    ] = "openai",
     dataset: Annotated[
         str,
-        typer.Option("--dataset", help="random, or sharegpt: lengths as those of people's chats."),
+        typer.Option(
+            "--dataset",
+            "--dataset-name",
+            help="random, or sharegpt: lengths as those of people's chats.",
+        ),
     ] = "random",
     num_prompts: Annotated[int, typer.Option("--num-prompts", help="Requests.")] = 100,
     request_rate: Annotated[
@@ -67,6 +74,9 @@ def bench_serve(
             help="Also write the result as JSON; - prints that alone.",
         ),
     ] = None,
+    save_detailed: Annotated[
+        bool, typer.Option("--save-detailed", help="Each request too, in the JSON.")
+    ] = False,
 ) -> None:
     """Latency and throughput of any OpenAI-compatible server, as clients see them.
 
@@ -77,7 +87,7 @@ def bench_serve(
       subten bench serve --model demo --num-prompts 20 --random-input-len 64 --max-concurrency 2
       subten bench serve --model demo --request-rate 4 --goodput ttft:500 --goodput tpot:50
     """
-    from subten.bench.serving import Load, measure_serving, parse_goodput, summarise
+    from subten.bench.serving import Load, details, measure_serving, parse_goodput, summarise
 
     metrics = _metrics(percentile_metrics)
     percentiles = _percentiles(metric_percentiles)
@@ -86,6 +96,7 @@ def bench_serve(
         base_url=base_url,
         model=model,
         api_key=api_key or next(iter(env_api_key()), ""),
+        backend=backend,
         dataset=dataset,
         num_prompts=num_prompts,
         request_rate=request_rate,
@@ -102,7 +113,8 @@ def bench_serve(
         load, outcomes, duration_s, goodput=limits, percentiles=percentiles, metrics=metrics
     )
     result = {"date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"), **found}
-    report(result, serving_text(result, metrics, percentiles), json)
+    saved = result | details(outcomes) if save_detailed else result
+    report(saved, serving_text(result, metrics, percentiles), json)
     for error in result["errors"]:
         typer.echo(f"subten: failed: {error}", err=True)
     if not result["completed"]:
@@ -121,6 +133,8 @@ def serving_text(result: dict[str, Any], metrics: list[str], percentiles: list[f
         ("Request goodput (req/s)", result["request_goodput"]),
         ("Output token throughput (tok/s)", result["output_throughput"]),
         ("Total token throughput (tok/s)", result["total_token_throughput"]),
+        ("Peak output token throughput (tok/s)", result["max_output_tokens_per_s"]),
+        ("Peak concurrent requests", result["max_concurrent_requests"]),
     ]
     for metric in metrics:
         name = metric.upper()

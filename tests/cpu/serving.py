@@ -28,6 +28,9 @@ TEXTS = {
     "fox": "the quick brown fox jumps",
     "gene": f"caf\u00e9 {GENE} done",
     "call": 'I add. <tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>',
+    "calls": "".join(
+        f'<tool_call>{{"name": "add", "arguments": {{"x": {x}}}}}</tool_call>' for x in (1, 2, 3)
+    ),
 }
 """What the model says to these prompts, and to a chat whose last message is one of them."""
 

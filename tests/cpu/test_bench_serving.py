@@ -22,6 +22,7 @@ from subten.bench.serving import (
     WORDS,
     Load,
     Outcome,
+    details,
     measure_serving,
     parse_goodput,
     percentile,
@@ -40,13 +41,14 @@ class FakeServer:
         fake = self
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.paths: list[str] = []
         self.num_live = self.most_live = 0
         self._lock = threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                assert self.path == "/v1/completions"
                 with fake._lock:
+                    fake.paths.append(self.path)
                     fake.num_live += 1
                     fake.most_live = max(fake.most_live, fake.num_live)
                     size = int(self.headers["Content-Length"])
@@ -170,6 +172,31 @@ def test_concurrency_has_its_limit_and_the_key_is_sent():
     assert server.most_live <= 3
     assert len(server.bodies) == 12
     assert set(server.keys) == {"Bearer secret-key"}
+    assert set(server.paths) == {"/v1/completions"}
+
+
+def test_conversations_are_asked_and_read_as_such():
+    def delta(finish: str | None = None, **fields: str) -> str:
+        return json.dumps({"choices": [{"delta": fields, "finish_reason": finish}]})
+
+    def script(_body: Any) -> Any:
+        # A role is no text; a thought and the end, which may have none, are tokens.
+        pieces = [delta(role="assistant", content=""), delta(reasoning_content="hm")]
+        pieces += [delta(content="a"), delta("length")]
+        return [(0.05, data) for data in (*pieces, usage(3), "[DONE]")]
+
+    with FakeServer(script) as server:
+        load, outcomes, duration_s = measure(server, backend="openai-chat", random_output_len=3)
+    result = summarise(load, outcomes, duration_s, goodput={})
+    assert result["completed"] == 1, result["errors"]
+    assert result["backend"] == "openai-chat"
+    assert server.paths == ["/v1/chat/completions"]
+    assert server.bodies[0]["messages"][0]["content"].count(" ") == 7
+    assert server.bodies[0]["max_completion_tokens"] == 3
+    assert not {"prompt", "max_tokens"} & server.bodies[0].keys()
+    assert len(outcomes[0].piece_times_s) == 3
+    assert result["requests_of_other_output_len"] == result["requests_of_merged_pieces"] == 0
+    assert result["median_ttft_ms"] >= 100
 
 
 def test_requests_come_at_their_rate():
@@ -225,6 +252,29 @@ def test_goodput_counts_those_that_keep_all_limits():
     assert summarise(load, outcomes, 2.0, goodput={"e2el": 150})["request_goodput"] == 1 / 2.0
 
 
+def test_peaks_are_of_the_busiest_moment():
+    load = Load(base_url="http://x", model="m", num_prompts=3)
+    # Sent at 10 s: pieces at 10.1 to 10.5 s, at 11.2 and 11.7 s; sent at 12 s: one at 12.1 s.
+    outcomes = [outcome(0.1, 4, 0.1), outcome(1.2, 1, 0.5), outcome(0.1, 0, 0.0)]
+    outcomes[2].sent_s, outcomes[2].piece_times_s = 12.0, [12.1]
+    result = summarise(load, outcomes, 3.0, goodput={})
+    assert result["max_output_tokens_per_s"] == 5
+    assert result["max_concurrent_requests"] == 2
+    # Twelve tokens in two pieces are six each.
+    outcomes[1].num_output = 12
+    assert summarise(load, outcomes, 3.0, goodput={})["max_output_tokens_per_s"] == 12
+    outcomes[2].error = "503: busy"
+    outcomes[2].piece_times_s = []
+    found = details(outcomes)
+    assert found["ttfts"] == [pytest.approx(0.1), pytest.approx(1.2), None]
+    assert found["itls"][1] == [pytest.approx(0.5)]
+    assert found["errors"] == ["", "", "503: busy"]
+    assert {len(values) for values in found.values()} == {3}
+    nothing = summarise(load, outcomes[2:], 3.0, goodput={})
+    assert nothing["max_output_tokens_per_s"] is None
+    assert nothing["max_concurrent_requests"] == 0
+
+
 @pytest.mark.parametrize("text", ["ttft", "ttft:", "ttft:0", "ttft:nan", "itl:5", "ttft:-1", ""])
 def test_odd_goodput_is_refused(text):
     with pytest.raises(ConfigError, match="goodput: got"):
@@ -243,6 +293,7 @@ def test_percentiles_are_numpys(size):
     ("field", "value"),
     [
         ("base_url", "localhost:8000"),
+        ("backend", "tgi"),
         ("dataset", "sonnet"),
         ("num_prompts", 0),
         ("random_input_len", 0),
@@ -262,6 +313,7 @@ def test_the_command_prints_and_saves(tmp_path):
     args += ["--goodput", "ttft:60000", "--percentile-metrics", "ttft,itl"]
     with FakeServer(answer(0.0, 0.001, 4)) as server:
         args = ["bench", "serve", "--model", "m", "--base-url", server.url + "/v1/", *args]
+        args += ["--dataset-name", "random", "--save-detailed"]
         result = CliRunner().invoke(cli.app, [*args, "--save-result", str(out)])
     assert result.exit_code == 0, result.output
     assert "Serving Benchmark Result" in result.output
@@ -272,6 +324,7 @@ def test_the_command_prints_and_saves(tmp_path):
     assert saved["request_goodput"] == saved["request_throughput"]
     assert saved["total_output_tokens"] == 15
     assert {"mean_ttft_ms", "median_ttft_ms", "std_ttft_ms", "p99_ttft_ms"} <= saved.keys()
+    assert saved["output_lens"] == [5, 5, 5]
 
 
 def test_the_command_refuses_and_fails_in_one_line():

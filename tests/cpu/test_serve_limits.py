@@ -8,6 +8,7 @@ import socket
 import string
 import sys
 import time
+import urllib.parse
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import api_fuzz
 import key_doors
 from key_doors import ROUTES
 
+import subten
 from subten.serve import auth
 
 AUTH = {"Authorization": f"Bearer {KEY}"}
@@ -318,8 +320,14 @@ def test_one_listener_and_no_connection_elsewhere(server):
 
 
 def test_health_needs_no_key(server):
-    for path in ("/health/live", "/health/ready"):
+    for path in ("/health/live", "/health/ready", "/health"):
         assert server.request("GET", path)[0] == 200
+
+
+def test_the_version_is_that_of_the_package(server):
+    status, _, text = server.request("GET", "/version", headers=AUTH)
+    assert status == 200
+    assert json.loads(text) == {"version": subten.__version__}
 
 
 def test_unknown_routes_and_models(server):
@@ -358,6 +366,23 @@ def test_request_ids(server):
         status, _, text = server.request("GET", "/health/live", headers=headers)
         assert status == 400
         check_error(json.loads(text), "X-Request-Id")
+
+
+def test_no_text_makes_a_line_of_the_log(server):
+    forged = json.dumps({"event": "forged"})
+    odd = f"\r\n{forged}\u2028{forged}\x1b[2K\x85{forged}\n"
+    before = len(server.logged("request"))
+    texts = {"model": odd}, {"user": odd}, {"stop": odd}, {odd: 1}, {"echo": odd}, {"prompt": odd}
+    for fields in texts:
+        post(server, {"model": MODEL, "prompt": "a", "max_tokens": 1} | fields)
+    path = urllib.parse.quote(f"/v1/models/{odd}")
+    assert server.request("GET", path, headers=AUTH)[0] == 404
+    head = b"GET /a\rb\x1b\x0b\x85 HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: a\rb\r\n"
+    raw(server.port, head + f"Authorization: Bearer {KEY}\r\nConnection: close\r\n\r\n".encode())
+    server.until(lambda: len(server.logged("request")) >= before + len(texts) + 1)
+    assert server.logged("forged") == []
+    # A line that is no JSON object has no level.
+    assert [line for line in server.lines if "level" not in line] == []
 
 
 @pytest.mark.parametrize(

@@ -266,6 +266,24 @@ def test_a_function_call_whole_and_in_pieces(client):
     assert none.choices[0].message.content == TEXTS["call"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_parallel", [None, True, False])
+def test_one_call_where_no_more_are_wanted(client, is_parallel, stream):
+    tool = {"type": "function", "function": {"name": "add"}}
+    settings = {"model": MODEL, "messages": chat("calls"), "tools": [tool], "stream": stream}
+    if is_parallel is not None:
+        settings["parallel_tool_calls"] = is_parallel
+    answer = client.chat.completions.create(**settings)
+    if stream:
+        calls = [c for chunk in answer for c in chunk.choices[0].delta.tool_calls or []]
+        assert [call.index for call in calls] == list(range(len(calls)))
+    else:
+        calls = answer.choices[0].message.tool_calls
+        assert answer.choices[0].finish_reason == "tool_calls"
+    numbers = [json.loads(call.function.arguments)["x"] for call in calls]
+    assert numbers == ([1] if is_parallel is False else [1, 2, 3])
+
+
 def test_the_longest_prompt_gets_one_token(client):
     for num_tokens, is_taken in ((MAX_MODEL_LEN - 1, True), (MAX_MODEL_LEN, False)):
         settings = {"model": MODEL, "prompt": "a" * num_tokens, "max_tokens": 2**31}
@@ -338,88 +356,6 @@ def test_metrics_count_each_end_once(server):
     assert all(f"subten:{name}" in final for name in names)
 
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"kind": {"enum": ["cat", "dog"]}, "is_big": {"type": "boolean"}},
-    "required": ["kind", "is_big"],
-    "additionalProperties": False,
-}
-
-
-def check_schema(text: str) -> None:
-    value = json.loads(text)
-    assert value["kind"] in ("cat", "dog")
-    assert isinstance(value["is_big"], bool)
-    assert len(value) == 2
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_schema_is_followed_by_a_model_of_noise(client, stream):
-    form = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA}}
-    settings = {"model": MODEL, "messages": chat("a pet"), "max_tokens": 900, "temperature": 5}
-    settings |= {"response_format": form, "stream": stream}
-    answer = client.chat.completions.create(**settings)
-    if stream:
-        chunks = list(answer)
-        text = "".join(c.choices[0].delta.content or "" for c in chunks)
-        finish = chunks[-1].choices[0].finish_reason
-    else:
-        text, finish = answer.choices[0].message.content, answer.choices[0].finish_reason
-    check_schema(text)
-    assert finish == "stop"
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "b"}}])
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_call_can_be_forced(client, choice, stream):
-    tools = [
-        {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in "ab"
-    ]
-    settings = {"model": MODEL, "messages": chat("call"), "max_tokens": 900, "temperature": 5}
-    settings |= {"tools": tools, "tool_choice": choice, "stream": stream}
-    answer = client.chat.completions.create(**settings)
-    if stream:
-        calls = [c for chunk in answer for c in chunk.choices[0].delta.tool_calls or []]
-    else:
-        calls = answer.choices[0].message.tool_calls
-        assert answer.choices[0].message.content is None
-        assert answer.choices[0].finish_reason == "tool_calls"
-    assert len(calls) == 1
-    assert calls[0].function.name in ("ab" if choice == "required" else "b")
-    check_schema(calls[0].function.arguments)
-
-
-def test_a_json_object_can_be_asked_for(client):
-    settings = {"model": MODEL, "messages": chat("fox"), "response_format": {"type": "json_object"}}
-    # The model would write its sentence; what it may write instead begins an object.
-    answer = client.chat.completions.create(**settings, max_tokens=3, temperature=0)
-    assert answer.choices[0].message.content.startswith("{")
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "wizard"},
-        {"$ref": "#"},
-        {"$ref": "http://localhost/x"},
-        {"type": "string", "pattern": "["},
-        {"enum": []},
-        {"type": "integer", "minimum": 5, "maximum": 3},
-        {"enum": ["x" * 70_000]},
-        json.loads('{"items":' * 40 + "{}" + "}" * 40),
-        # Takes minutes to try.
-        {"allOf": [{"type": "string", "pattern": f"(a|b|c){{{i}}}x.*"} for i in range(40)]},
-    ],
-    ids=lambda schema: str(schema)[:30],
-)
-def test_schemas_that_cannot_be_followed(client, schema):
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    settings = {"model": MODEL, "messages": chat("fox"), "response_format": form}
-    with pytest.raises(BadRequestError) as caught:
-        client.chat.completions.create(**settings)
-    assert caught.value.param == "response_format.json_schema.schema"
-
-
 def test_responses_whole_and_in_pieces(client):
     whole = client.responses.create(model=MODEL, input="fox")
     assert whole.output_text == TEXTS["fox"]
@@ -446,6 +382,19 @@ def test_responses_whole_and_in_pieces(client):
     for odd in ({"store": True}, {"previous_response_id": "resp_1"}, {"input": ""}):
         with pytest.raises(BadRequestError):
             client.responses.create(**{"model": MODEL, "input": "fox"} | odd)
+
+
+def test_a_response_goes_on_from_an_earlier_one(client):
+    first = client.responses.create(model=MODEL, input="fox")
+    told = [{"role": "user", "content": "fox"}, *first.output, {"role": "user", "content": "fox"}]
+    second = client.responses.create(model=MODEL, input=told, max_output_tokens=1)
+    text = f"user:fox\nassistant:{TEXTS['fox']}\nuser:fox\n"
+    assert second.usage.input_tokens == len(text)
+    part = {"type": "output_text", "text": "a", "annotations": [{"type": "url_citation"}]}
+    with pytest.raises(BadRequestError) as caught:
+        # What cannot be given to the model is not dropped.
+        client.responses.create(model=MODEL, input=[{"role": "assistant", "content": [part]}])
+    assert caught.value.param == "input.0.content.0.annotations"
 
 
 def test_the_log_has_no_prompt(server):

@@ -23,7 +23,7 @@ from tiny_llama import vocabulary
 
 from subten.config import EngineConfig
 from subten.core import ConfigError, FinishReason, SamplingParams
-from subten.serve import ipc, streams, template_process
+from subten.serve import grammar, ipc, streams, template_process
 from subten.serve.auth import HostList, KeyRing, is_loopback
 from subten.serve.errors import ApiError
 from subten.serve.generation import Generation, Generator, Job
@@ -218,6 +218,36 @@ def test_templates_see_what_they_are_given():
     assert render(template, **given)["text"] == 'hi [{"a": 1}] glad'
     request = {"template": template, "variables": {}, "max_chars": 10, "names": True}
     assert template_process.render(request)["names"] == ["messages", "mood", "tools"]
+
+
+def test_schemas_that_are_never_the_same_take_no_more_memory(monkeypatch):
+    monkeypatch.setattr(grammar, "CACHE_CHARS", 1000)
+    checker = grammar.GrammarChecker()
+    asked = 0
+
+    class Helper:
+        async def ask(self, _request: Any) -> dict[str, Any]:
+            nonlocal asked
+            asked += 1
+            return {}
+
+    monkeypatch.setattr(checker, "_helper", Helper())
+
+    async def check(number: int) -> str:
+        asked_for = grammar.Grammar(kind="json_schema", value={"const": number}, param="x")
+        return await checker.check(asked_for)
+
+    async def run() -> None:
+        for number in range(10_000):
+            assert json.loads(await check(number)) == {"json_schema": {"const": number}}
+            # One that is used goes on being known.
+            await check(0)
+        kept = sum(map(len, checker._good))
+        assert kept == checker._num_chars <= 1000
+        assert len(checker._good) > 10
+
+    asyncio.run(run())
+    assert asked == 10_000
 
 
 def test_token_bytes_of_a_byte_fallback_vocabulary():

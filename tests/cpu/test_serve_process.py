@@ -411,6 +411,57 @@ def test_odd_schemas_leave_the_streams_of_others(slow_server):
     assert stream.text == calm
 
 
+WRITE_HOOK = """
+import os, sys
+_log = os.open({path!r}, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+_writes = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+def _hook(event, args):
+    if event in ("os.mkdir", "os.rename", "os.link", "os.symlink", "os.remove", "os.truncate"):
+        os.write(_log, f"{{event}} {{args!r}}\\n".encode())
+    elif event == "open" and isinstance(args[2], int) and args[2] & _writes:
+        if "__pycache__" not in str(args[0]):
+            os.write(_log, f"open {{args!r}}\\n".encode())
+sys.addaudithook(_hook)
+os.write(_log, b"process\\n")
+"""
+
+
+def test_requests_write_no_file(monkeypatch, tmp_path):
+    log = tmp_path / "log"
+    (tmp_path / "sitecustomize.py").write_text(WRITE_HOOK.format(path=str(log)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    server = Server()
+    try:
+        # The server, its engine, two template processes and one for grammars.
+        assert log.read_text().count("process\n") == 5
+        num_before = len(log.read_bytes())
+        text = "../../etc/passwd file:///tmp/x"
+        talk = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 2}
+        plain = {"model": MODEL, "prompt": text, "max_tokens": 2, "logprobs": 1}
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [text]}}}
+        asked: list[tuple[str, Any, int]] = [
+            ("/v1/completions", plain, 200),
+            ("/v1/completions", plain | {"stream": True, "n": 2}, 200),
+            ("/v1/completions", plain | {"max_tokens": -1}, 400),
+            ("/v1/completions", plain | {"prompt": "bad"}, 500),
+            ("/v1/chat/completions", talk, 200),
+            ("/v1/chat/completions", talk | {"response_format": form}, 200),
+            ("/v1/responses", {"model": MODEL, "input": text, "max_output_tokens": 2}, 200),
+            ("/v1/responses", {"model": MODEL, "input": text, "store": True}, 400),
+            ("/tokenize", {"prompt": text}, 200),
+            ("/detokenize", {"tokens": [65]}, 200),
+            (f"/v1/models/{text}".replace(" ", "%20"), None, 405),
+        ]
+        for path, body, wanted in asked:
+            status, _, answer = server.request("POST", path, body)
+            assert status == wanted, (path, answer)
+        for path in ("/", "/metrics", "/openapi.json", "/v1/models"):
+            assert server.request("GET", path)[0] == 200
+        assert log.read_bytes()[num_before:] == b""
+    finally:
+        assert server.close() == 0
+
+
 def test_a_reader_that_stalls_delays_nobody(slow_server):
     server = slow_server
     growth = Growth(server)

@@ -45,6 +45,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "logit_bias": {"5": 1},
         "stream": False,
         "echo": False,
+        "structured_outputs": {"regex": "[a-z]+"},
     },
     "/v1/chat/completions": {
         "model": MODEL,
@@ -54,6 +55,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "top_logprobs": 2,
         "tools": [{"type": "function", "function": {"name": "f"}}],
         "tool_choice": "auto",
+        "parallel_tool_calls": False,
         "response_format": {"type": "text"},
         "stream": True,
         "stream_options": {"include_usage": True},

@@ -43,6 +43,7 @@ ROUTES = [
     ("POST", "/detokenize"),
     ("GET", "/metrics"),
     ("GET", "/openapi.json"),
+    ("GET", "/version"),
     ("GET", "/docs"),
     ("POST", "/"),
     ("GET", "//"),

@@ -14,9 +14,10 @@ import math
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from subten.core import ConfigError, refuse
@@ -24,6 +25,8 @@ from subten.core import ConfigError, refuse
 if TYPE_CHECKING:
     from httpx2 import AsyncClient
 
+BACKENDS = {"openai": "completions", "openai-chat": "chat/completions"}
+"""Names of `vllm bench serve`, and what each asks."""
 DATASETS = ("random", "sharegpt")
 METRICS = ("ttft", "tpot", "itl", "e2el")
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
@@ -46,6 +49,7 @@ class Load:
     base_url: str
     model: str
     api_key: str = ""
+    backend: str = "openai"
     dataset: str = "random"
     num_prompts: int = 100
     request_rate: float = math.inf
@@ -59,6 +63,8 @@ class Load:
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):
             raise refuse(ConfigError, "base_url", self.base_url, "http://... or https://...")
+        if self.backend not in BACKENDS:
+            raise refuse(ConfigError, "backend", self.backend, ", ".join(BACKENDS))
         if self.dataset not in DATASETS:
             raise refuse(ConfigError, "dataset", self.dataset, ", ".join(DATASETS))
         for name in ("num_prompts", "random_input_len", "random_output_len"):
@@ -128,12 +134,13 @@ async def _measure(load: Load, progress: Callable[[float], None]) -> tuple[list[
     async def run(client: AsyncClient, body: dict[str, Any], outcome: Outcome) -> None:
         nonlocal num_done
         async with room:
-            await _send(client, body, outcome)
+            await _send(client, BACKENDS[load.backend], body, outcome)
         num_done += 1
         progress(num_done / load.num_prompts)
 
     progress(0.0)
-    outcomes = [Outcome(num_asked=body["max_tokens"]) for body in requests]
+    length = "max_tokens" if load.backend == "openai" else "max_completion_tokens"
+    outcomes = [Outcome(num_asked=body[length]) for body in requests]
     async with httpx2.AsyncClient(
         base_url=load.base_url.rstrip("/").removesuffix("/v1") + "/v1/",
         headers=headers,
@@ -158,18 +165,22 @@ def _gap_s(load: Load, rng: random.Random) -> float:
 
 
 def _request(load: Load, rng: random.Random) -> dict[str, Any]:
-    """A body for /v1/completions; its prompt is of fresh words, so that no prefix is shared."""
+    """A body; its prompt is of fresh words, so that no prefix is shared."""
     num_input, num_output = load.random_input_len, load.random_output_len
     if load.dataset == "sharegpt":
         num_input, num_output = (
             min(max(round(rng.lognormvariate(*shape)), 4), MAX_SHAREGPT_TOKENS)
             for shape in (SHAREGPT_PROMPT, SHAREGPT_OUTPUT)
         )
+    # Such words are a token each in the usual vocabularies; usage says what they were.
+    text = " ".join(rng.choices(WORDS, k=num_input))
+    asked: dict[str, Any] = {"prompt": text, "max_tokens": num_output}
+    if load.backend == "openai-chat":
+        messages = [{"role": "user", "content": text}]
+        asked = {"messages": messages, "max_completion_tokens": num_output}
     body: dict[str, Any] = {
         "model": load.model,
-        # Such words are a token each in the usual vocabularies; usage says what they were.
-        "prompt": " ".join(rng.choices(WORDS, k=num_input)),
-        "max_tokens": num_output,
+        **asked,
         "temperature": 0.0,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -177,14 +188,14 @@ def _request(load: Load, rng: random.Random) -> dict[str, Any]:
     return body | ({"ignore_eos": True} if load.ignore_eos else {})
 
 
-async def _send(client: AsyncClient, body: dict[str, Any], outcome: Outcome) -> None:
+async def _send(client: AsyncClient, path: str, body: dict[str, Any], outcome: Outcome) -> None:
     import httpx2
 
     data = json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     outcome.sent_s = time.perf_counter()
     try:
-        async with client.stream("POST", "completions", content=data, headers=headers) as response:
+        async with client.stream("POST", path, content=data, headers=headers) as response:
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")
                 outcome.error = f"{response.status_code}: {text[:200]}"
@@ -216,13 +227,19 @@ def _take(line: str, now_s: float, outcome: Outcome) -> None:
             outcome.num_prompt = int(usage["prompt_tokens"])
             outcome.num_output = int(usage["completion_tokens"])
         # The last token may have no text; its event then says why the answer ended.
-        if choices and (choices[0].get("text") or choices[0].get("finish_reason")):
+        if choices and (_text(choices[0]) or choices[0].get("finish_reason")):
             outcome.piece_times_s.append(now_s)
         is_error = bool(event.get("error"))
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"the server sent {text[:200]}") from error
     if is_error:
         raise ValueError(f"the server sent {text[:200]}")
+
+
+def _text(choice: dict[str, Any]) -> str:
+    """What an event shows, thoughts of a model that tells them apart included."""
+    delta = choice.get("delta") or {}
+    return choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
 
 
 def parse_goodput(limits: Sequence[str]) -> dict[str, float]:
@@ -256,11 +273,15 @@ def summarise(
     num_input = sum(outcome.num_prompt or 0 for outcome in completed)
     good = [outcome for outcome in completed if _is_good(outcome, goodput)]
     result: dict[str, Any] = {
-        "backend": "openai",
+        "backend": load.backend,
+        "endpoint_type": load.backend,
+        "label": None,
         "model_id": load.model,
+        "tokenizer_id": None,
         "dataset_name": load.dataset,
         "num_prompts": load.num_prompts,
         "request_rate": "inf" if math.isinf(load.request_rate) else load.request_rate,
+        "burstiness": 1.0,
         "max_concurrency": load.max_concurrency,
         "seed": load.seed,
         "duration": duration_s,
@@ -272,6 +293,8 @@ def summarise(
         "request_goodput": len(good) / duration_s if goodput else None,
         "output_throughput": num_output / duration_s,
         "total_token_throughput": (num_input + num_output) / duration_s,
+        "max_output_tokens_per_s": _busiest_second(completed),
+        "max_concurrent_requests": _most_at_a_time(completed),
         "requests_of_other_output_len": sum(o.num_output != o.num_asked for o in completed),
         "requests_of_merged_pieces": sum(len(o.piece_times_s) != o.num_output for o in completed),
         "errors": sorted({outcome.error for outcome in outcomes if outcome.error})[:10],
@@ -279,6 +302,42 @@ def summarise(
     for metric in metrics:
         result |= _statistics(metric, _samples(metric, completed), percentiles)
     return result
+
+
+def details(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Each request under the names of `--save-detailed`: seconds, tokens, and what failed."""
+    return {
+        "input_lens": [outcome.num_prompt for outcome in outcomes],
+        "output_lens": [outcome.num_output for outcome in outcomes],
+        "start_times": [outcome.sent_s for outcome in outcomes],
+        "ttfts": [t[0] - o.sent_s if (t := o.piece_times_s) else None for o in outcomes],
+        "itls": [[gap / 1e3 for gap in outcome.itl_ms] for outcome in outcomes],
+        "errors": [outcome.error for outcome in outcomes],
+    }
+
+
+def _busiest_second(completed: Sequence[Outcome]) -> float | None:
+    """Most tokens in one of the seconds since the first request; None without any.
+
+    A piece counts as an even share of its answer's tokens.
+    """
+    if not completed:
+        return None
+    began_s = min(outcome.sent_s for outcome in completed)
+    tokens: dict[int, float] = defaultdict(float)
+    for outcome in completed:
+        assert outcome.num_output is not None
+        share = outcome.num_output / len(outcome.piece_times_s)
+        for time_s in outcome.piece_times_s:
+            tokens[int(time_s - began_s)] += share
+    return max(tokens.values())
+
+
+def _most_at_a_time(completed: Sequence[Outcome]) -> int:
+    """Most requests that were under way at one moment, from sending to the last piece."""
+    begins = [(outcome.sent_s, 1) for outcome in completed]
+    ends = [(outcome.piece_times_s[-1], -1) for outcome in completed]
+    return max(accumulate((step for _, step in sorted(begins + ends)), initial=0))
 
 
 def _samples(metric: str, completed: Sequence[Outcome]) -> list[float]:

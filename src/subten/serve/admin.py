@@ -8,6 +8,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
+from subten import __version__
 from subten.serve.context import Context
 from subten.serve.errors import bad_field, json_response
 from subten.serve.protocol import DetokenizeBody, TokenizeBody, parse
@@ -34,9 +35,14 @@ def live() -> Response:
 
 
 def ready(context: Context) -> Response:
-    """GET /health/ready: 200 while requests are taken, else 503."""
+    """GET /health/ready, and /health: 200 while requests are taken, else 503."""
     context.generator.check_ready()
     return json_response({"status": "ready"})
+
+
+def version() -> Response:
+    """GET /version."""
+    return json_response({"version": __version__})
 
 
 async def metrics(context: Context) -> Response:

@@ -39,7 +39,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 def make_app(context: Context) -> Guard:
     """The application around one model.
 
-    Every route asks for a key but `/` and the two health probes, and so do paths without a route.
+    Every route asks for a key but `/` and the health probes, and so do paths without a route.
     """
     # Without FastAPI's own route of the schema, which would ask for no key.
     app = FastAPI(title="subten", version=__version__, openapi_url=None, redirect_slashes=False)
@@ -58,6 +58,7 @@ def make_app(context: Context) -> Guard:
     async def health_live() -> Response:
         return admin.live()
 
+    @open_router.get("/health")
     @open_router.get("/health/ready")
     async def health_ready() -> Response:
         return admin.ready(context)
@@ -69,6 +70,10 @@ def make_app(context: Context) -> Guard:
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         return admin.show_model(context, name)
+
+    @router.get("/version")
+    async def version() -> Response:
+        return admin.version()
 
     @router.get("/metrics")
     async def metrics() -> Response:
@@ -192,7 +197,7 @@ def _given_id(scope: Scope) -> str | None:
 
 def _log(scope: Scope, request_id: str, status: int, began_s: float, generation: Any) -> None:
     """One JSON line; no text of prompts or answers."""
-    if scope["path"].startswith("/health/") and status == 200:
+    if scope["path"].startswith("/health") and status == 200:
         return
     line: dict[str, Any] = {
         "event": "request",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,7 +12,13 @@ from starlette.responses import Response
 from subten.serve.context import Context, new_id
 from subten.serve.errors import bad_field, json_response
 from subten.serve.generation import Generation, Job, Piece
-from subten.serve.grammar import call_schema, format_schema
+from subten.serve.grammar import (
+    Grammar,
+    of_call,
+    of_format,
+    of_strict_calls,
+    of_structured_outputs,
+)
 from subten.serve.logprobs import TokenTexts, chat_logprobs
 from subten.serve.protocol import ChatBody, parse
 from subten.serve.requests import (
@@ -42,7 +49,7 @@ async def create_chat_completion(context: Context, request: Request) -> Response
         sampling=sampling,
         n=body.n or 1,
         tenant=request.state.tenant,
-        grammar=await context.grammar(_schema(body)),
+        grammar=await context.grammar(_grammar(context, body)),
     )
     generation = context.generator.start(job)
     request.state.generation = generation
@@ -72,16 +79,21 @@ async def _prompt(context: Context, body: ChatBody) -> list[int]:
     return token_ids
 
 
-def _schema(body: ChatBody) -> tuple[dict[str, Any], str] | None:
-    """What the answer must follow: a response format, or the call of a function."""
-    asked = format_schema(body.response_format, param="response_format")
+def _grammar(context: Context, body: ChatBody) -> Grammar | None:
+    """What the answer must follow: a format, a grammar, or the call of a function."""
+    form = of_format(body.response_format, param="response_format")
+    asked = of_structured_outputs(body.structured_outputs)
+    if form is not None and asked is not None:
+        raise bad_field("structured_outputs", "allowed: this or response_format, not both")
+    asked = asked or form
     if not _is_call_forced(body):
-        return asked
+        reads_calls = context.has_tool_parser and body.tool_choice != "none"
+        return asked or (of_strict_calls(body.tools) if reads_calls else None)
     if asked is not None:
-        raise bad_field("response_format", "allowed: text, together with this tool_choice")
+        raise bad_field(asked.param.partition(".")[0], "not allowed with this tool_choice")
     assert body.tools is not None
     assert body.tool_choice is not None
-    return call_schema(body.tools, body.tool_choice), "tools"
+    return of_call(body.tools, body.tool_choice)
 
 
 def _is_call_forced(body: ChatBody) -> bool:
@@ -109,6 +121,7 @@ class _Writer:
         self._has_tools = bool(body.tools) and body.tool_choice != "none"
         # A forced call is JSON by itself, whatever form the model uses of its own will.
         self._has_tools = self._has_tools and (context.has_tool_parser or self._is_forced)
+        self._max_calls = 1 if body.parallel_tool_calls is False else sys.maxsize
         self._readers: dict[int, ToolCallReader] = {}
         self._num_calls: dict[int, int] = {}
         self.head: dict[str, Any] = {
@@ -166,6 +179,7 @@ class _Writer:
             rest = reader.flush()
             found.text += rest.text
             found.calls += rest.calls
+        del found.calls[self._max_calls - self._num_calls.get(piece.index, 0) :]
         return found
 
     def _calls(self, index: int, calls: list[FoundCall], *, is_delta: bool) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from subten.core import TokenLogprobs
 from subten.serve.context import Context, new_id
 from subten.serve.errors import bad_field, json_response
 from subten.serve.generation import Generation, Job, Piece
+from subten.serve.grammar import of_structured_outputs
 from subten.serve.logprobs import CompletionLogprobs, TokenTexts
 from subten.serve.protocol import CompletionBody, parse
 from subten.serve.requests import (
@@ -102,7 +103,13 @@ async def create_completion(context: Context, request: Request) -> Response:
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    job = Job(prompts=prompts, sampling=sampling, n=body.n or 1, tenant=request.state.tenant)
+    job = Job(
+        prompts=prompts,
+        sampling=sampling,
+        n=body.n or 1,
+        tenant=request.state.tenant,
+        grammar=await context.grammar(of_structured_outputs(body.structured_outputs)),
+    )
     generation = context.generator.start(job)
     request.state.generation = generation
     if body.stream:

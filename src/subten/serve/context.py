@@ -7,13 +7,12 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from subten.serve import ipc
 from subten.serve.auth import HostList, KeyRing
 from subten.serve.errors import ApiError, bad_field
 from subten.serve.generation import Generator
-from subten.serve.grammar import GrammarChecker
+from subten.serve.grammar import Grammar, GrammarChecker
 from subten.serve.metrics import Metrics
 from subten.serve.templates import ChatTemplates
 from subten.tokenizer import Tokenizer
@@ -64,13 +63,12 @@ class Context:
             raise bad_field(param, "this model has no tokenizer; send token ids")
         return self.templates
 
-    async def grammar(self, asked: tuple[dict[str, Any], str] | None) -> str:
-        """A schema for the engine, "" for None; ApiError 400 where it cannot be followed."""
+    async def grammar(self, asked: Grammar | None) -> str:
+        """A grammar for the engine, "" for None; ApiError 400 where it cannot be followed."""
         if asked is None:
             return ""
-        schema, param = asked
-        self.need_tokenizer(param)
-        return await self.grammars.check(schema, param=param)
+        self.need_tokenizer(asked.param)
+        return await self.grammars.check(asked)
 
     async def encode(self, text: str, *, param: str, is_part: bool = False) -> list[int]:
         """Token ids of a text; `is_part` adds no BOS that is not in it."""

@@ -13,16 +13,18 @@ MEMORY_BYTES = 100 * 2**20
 def check(request: dict[str, Any]) -> dict[str, Any]:
     """{} for a grammar that can be followed, or {"error"}."""
     try:
-        matcher = new_matcher(_tokenizer, request["schema"])
-        matcher.compute_bitmask()
+        matcher = new_matcher(_tokenizer, request["grammar"])
+        mask = matcher.compute_bitmask()
     except (GrammarError, MemoryError) as error:
         return {"error": str(error) or "it needs too much memory"}
-    return {"error": matcher.get_error().split("\n")[0]} if matcher.is_error() else {}
+    if matcher.is_error():
+        return {"error": matcher.get_error().split("\n")[0]}
+    return {} if any(mask) else {"error": "no text follows it"}
 
 
 def main() -> None:
     """Check until stdin closes."""
-    check({"schema": "{}"})
+    check({"grammar": '{"json_schema": {}}'})
     answer_lines(check, memory_bytes=MEMORY_BYTES)
 
 

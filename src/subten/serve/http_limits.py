@@ -62,6 +62,9 @@ class LimitedProtocol(HttpToolsProtocol):
         """A request begins."""
         super().on_message_begin()
         self._is_in_head = True
+        # Its first bytes may have come together with the request before it.
+        if self._header_timer is None:
+            self._await_head()
 
     def on_url(self, url: bytes) -> None:
         """A part of the request's target."""

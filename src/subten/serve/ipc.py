@@ -36,7 +36,10 @@ class Start(Message, tag="start"):
 
 
 class Submit(Message, tag="submit"):
-    """Continue a prompt. Pages are shared within a `tenant`; `grammar` "" allows every text."""
+    """Continue a prompt. Pages are shared within a `tenant`; `grammar` "" allows every text.
+
+    Other grammars are the text of one JSON object: json_schema, regex or lark, and its value.
+    """
 
     request_id: str
     token_ids: list[int]

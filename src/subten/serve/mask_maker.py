@@ -63,14 +63,14 @@ class MaskMaker:
             mask = self._mask(message.grammar)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this request's
             logger.warning("a grammar failed: %s", type(error).__name__)
-            mask = f"response_format: cannot be followed: {error}"
+            mask = f"response_format or structured_outputs: cannot be followed: {error}"
         self._made.append((message, mask))
         self._wake()
 
-    def _mask(self, schema: str) -> Any:
+    def _mask(self, grammar: str) -> Any:
         from subten.serve.masks import GrammarMask, new_matcher
 
-        matcher = new_matcher(self._tokenizer, schema)
+        matcher = new_matcher(self._tokenizer, grammar)
         return GrammarMask(matcher, vocab_size=self._llm.model_config.vocab_size)
 
     @functools.cached_property

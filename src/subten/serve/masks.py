@@ -1,7 +1,8 @@
-"""Tokens that a JSON schema allows next, through llguidance."""
+"""Tokens that a JSON schema, a regular expression or a grammar allows next, through llguidance."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 
 class GrammarError(ValueError):
-    """A schema that is none, or that cannot be followed within the limits."""
+    """A grammar that is none, or that cannot be followed within the limits."""
 
 
 class GrammarMask:
@@ -33,10 +34,17 @@ class GrammarMask:
         return words[: self._num_words]
 
 
-def new_matcher(tokenizer: Any, schema: str) -> Any:
-    """A matcher of JSON text that follows a schema; GrammarError where there is none."""
+def new_matcher(tokenizer: Any, grammar: str) -> Any:
+    """A matcher of the texts of a grammar, as `Grammar.text` has it; GrammarError for none."""
+    [(kind, value)] = json.loads(grammar).items()
     try:
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
+        if kind == "json_schema":
+            made = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(value))
+        elif kind == "regex":
+            made = llguidance.LLMatcher.grammar_from_regex(value)
+        else:
+            assert kind == "lark", kind
+            made = llguidance.LLMatcher.grammar_from_lark(value)
     except ValueError as error:
         raise GrammarError(str(error).split("\n")[0]) from error
     # A tenth to a half of llguidance's own, as the engine's steps wait for a mask.
@@ -48,7 +56,7 @@ def new_matcher(tokenizer: Any, schema: str) -> Any:
         max_grammar_size=200_000,
         precompute_large_lexemes=False,
     )
-    matcher = llguidance.LLMatcher(tokenizer, grammar, limits=limits, log_level=0)
+    matcher = llguidance.LLMatcher(tokenizer, made, limits=limits, log_level=0)
     if matcher.is_error():
         raise GrammarError(matcher.get_error().split("\n")[0][:300])
     return matcher

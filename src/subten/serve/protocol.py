@@ -84,6 +84,23 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
+class StructuredOutputs(Body):
+    """What an answer must follow, by one of these fields; names are vLLM's."""
+
+    json_: Annotated[dict[str, Any] | None, Field(alias="json")] = None
+    json_object: Literal[True] | None = None
+    regex: Annotated[Text, StringConstraints(min_length=1)] | None = None
+    choice: (
+        Annotated[
+            list[Annotated[Text, StringConstraints(min_length=1)]],
+            Field(min_length=1, max_length=1024),
+        ]
+        | None
+    ) = None
+    grammar: Annotated[Text, StringConstraints(min_length=1)] | None = None
+    """In the Lark form that llguidance reads."""
+
+
 class Sampled(Body):
     """What completions and chats share; ranges beyond these are checked by SamplingParams."""
 
@@ -102,6 +119,7 @@ class Sampled(Body):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
@@ -219,12 +237,22 @@ class ChatBody(Sampled):
     """Makes no difference here."""
 
 
+class ResponsesPart(TextPart):
+    """A piece of a message, as an earlier response gave it."""
+
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    logprobs: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
 class ResponsesMessage(Body):
-    """One message of a /v1/responses conversation."""
+    """One message of a /v1/responses conversation; the output of an earlier response is one."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=2048)]
+    content: Text | Annotated[list[ResponsesPart], Field(min_length=1, max_length=2048)]
     type: Literal["message"] | None = None
+    id: Annotated[str, StringConstraints(max_length=256)] | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    """Like `id` it makes no difference here."""
 
 
 class ResponsesText(Body):

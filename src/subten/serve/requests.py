@@ -149,7 +149,7 @@ def template_tools(tools: Sequence[ToolSpec] | None) -> list[dict[str, Any]] | N
     return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
 
 
-def message_text(content: str | list[TextPart] | None) -> str | None:
+def message_text(content: str | Sequence[TextPart] | None) -> str | None:
     """The text of a message, whose parts follow one another."""
     if content is None or isinstance(content, str):
         return content

@@ -12,9 +12,9 @@ from starlette.responses import Response
 from subten.serve.context import Context, new_id
 from subten.serve.errors import ApiError, json_response
 from subten.serve.generation import Generation, Job
-from subten.serve.grammar import format_schema
+from subten.serve.grammar import of_format
 from subten.serve.protocol import ChatMessage, ResponsesBody, Sampled, parse
-from subten.serve.requests import sampling_params, template_messages
+from subten.serve.requests import message_text, sampling_params, template_messages
 from subten.serve.streams import EventStream, collect, event
 from subten.serve.strict_json import read_object
 
@@ -24,7 +24,7 @@ async def create_response(context: Context, request: Request) -> Response:
     body = parse(ResponsesBody, await read_object(request))
     context.check_model(body.model)
     context.generator.check_ready()
-    asked = format_schema(body.text.format if body.text else None, param="text.format")
+    asked = of_format(body.text.format if body.text else None, param="text.format")
     grammar = await context.grammar(asked)
     text = await context.need_templates("input").render(template_messages(_messages(body)))
     prompt = await context.encode_chat(text, param="input")
@@ -49,7 +49,9 @@ def _messages(body: ResponsesBody) -> list[ChatMessage]:
         messages.append(ChatMessage(role="system", content=body.instructions))
     if isinstance(body.input, str):
         return [*messages, ChatMessage(role="user", content=body.input)]
-    return messages + [ChatMessage(role=m.role, content=m.content) for m in body.input]
+    return messages + [
+        ChatMessage(role=m.role, content=message_text(m.content)) for m in body.input
+    ]
 
 
 class _Writer:

@@ -1,0 +1,91 @@
+"""Chat templates in their helper processes: none there, one that takes too long, and BOS."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from scripted import byte_tokenizer
+
+from subten.serve.context import Context
+from subten.serve.errors import ApiError
+from subten.serve.templates import RENDER_S, ChatTemplates
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+SLOW = "{% if 'slow' in messages[0].content %}"
+SLOW += "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3 + "{% endif %}ok"
+
+
+def with_templates(template: str | None, use: Any) -> None:
+    async def run() -> None:
+        templates = ChatTemplates(byte_tokenizer(chat_template=template), max_chars=4096)
+        try:
+            await templates.start()
+            await use(templates)
+        finally:
+            await templates.close()
+
+    asyncio.run(run())
+
+
+def test_a_model_without_a_template_says_how_to_give_one():
+    # Case A16; completions need none.
+    async def use(templates: ChatTemplates) -> None:
+        with pytest.raises(ApiError, match="--chat-template") as caught:
+            await templates.render(MESSAGES)
+        assert (caught.value.status, caught.value.param) == (400, "messages")
+
+    with_templates(None, use)
+
+
+def test_a_template_that_takes_too_long_stops_nobody_else():
+    async def use(templates: ChatTemplates) -> None:
+        began_s = time.monotonic()
+        slow = asyncio.create_task(templates.render([{"role": "user", "content": "slow"}]))
+        waits_s = []
+        while not slow.done():
+            one_s = time.monotonic()
+            assert await templates.render(MESSAGES) == "ok"
+            waits_s.append(time.monotonic() - one_s)
+        with pytest.raises(ApiError, match=f"more than {RENDER_S:.0f} s") as caught:
+            await slow
+        assert caught.value.status == 400
+        assert time.monotonic() - began_s >= RENDER_S
+        # The other process answered all the time, and the one that was killed is there again.
+        assert len(waits_s) > 10
+        assert sorted(waits_s)[len(waits_s) // 2] < RENDER_S / 5
+        assert await asyncio.gather(*(templates.render(MESSAGES) for _ in range(4))) == ["ok"] * 4
+
+    with_templates(SLOW, use)
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("text", ["<s>hi", "hi"])
+def test_exactly_one_bos_whoever_writes_it(adds_bos, text):
+    # Case A16: a template that prints BOS and a tokenizer that adds it.
+    spelled = {"<s>": [1], "h": [104], "i": [105]}
+
+    class Words:
+        bos_token_id = 1
+
+        def __init__(self) -> None:
+            self.adds_bos = adds_bos
+
+        def encode_part(self, text: str) -> list[int]:
+            rest, found = text, []
+            while rest:
+                name = next(name for name in spelled if rest.startswith(name))
+                found += spelled[name]
+                rest = rest.removeprefix(name)
+            return found
+
+    context: Any = Context.__new__(Context)
+    object.__setattr__(context, "tokenizer", Words())
+    token_ids = asyncio.run(context.encode_chat(text, param="messages"))
+    has_bos = adds_bos or text.startswith("<s>")
+    assert token_ids == [1] * has_bos + [104, 105]
