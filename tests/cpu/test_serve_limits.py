@@ -371,7 +371,7 @@ def test_request_ids(server):
 def test_no_text_makes_a_line_of_the_log(server):
     forged = json.dumps({"event": "forged"})
     odd = f"\r\n{forged}\u2028{forged}\x1b[2K\x85{forged}\n"
-    before = len(server.logged("request"))
+    before, first = len(server.logged("request")), len(server.lines)
     texts = {"model": odd}, {"user": odd}, {"stop": odd}, {odd: 1}, {"echo": odd}, {"prompt": odd}
     for fields in texts:
         post(server, {"model": MODEL, "prompt": "a", "max_tokens": 1} | fields)
@@ -381,8 +381,9 @@ def test_no_text_makes_a_line_of_the_log(server):
     raw(server.port, head + f"Authorization: Bearer {KEY}\r\nConnection: close\r\n\r\n".encode())
     server.until(lambda: len(server.logged("request")) >= before + len(texts) + 1)
     assert server.logged("forged") == []
-    # A line that is no JSON object has no level.
-    assert [line for line in server.lines if "level" not in line] == []
+    # A line that is no JSON object has no level. Earlier ones may be the last words of a helper
+    # that ran into its bounds.
+    assert [line for line in server.lines[first:] if "level" not in line] == []
 
 
 @pytest.mark.parametrize(
