@@ -435,7 +435,7 @@ def test_requests_write_no_file(monkeypatch, tmp_path):
         # The server, its engine, two template processes and one for grammars.
         assert log.read_text().count("process\n") == 5
         num_before = len(log.read_bytes())
-        text = "../../etc/passwd file:///tmp/x"
+        text = "../../etc/passwd file:///x"
         talk = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 2}
         plain = {"model": MODEL, "prompt": text, "max_tokens": 2, "logprobs": 1}
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [text]}}}
