@@ -87,7 +87,10 @@ def weight_bytes_read(config: ModelConfig, batch_size: int, quantization: str = 
 
 
 def weight_bytes_held(config: ModelConfig, quantization: str = "none") -> float:
-    """Bytes of all weights in memory: every expert, the embedding (16 bits) and the head."""
+    """Bytes of all weights in memory: every expert, the embedding (16 bits) and the head.
+
+    What kernels derive from them, such as folded routers, is below a hundredth and not in it.
+    """
     layer = layer_bytes(config, quantization)
     each = layer.attention + layer.router + layer.norms + layer.num_experts * layer.expert
     embedding = 2 * config.d_model * config.vocab_size
