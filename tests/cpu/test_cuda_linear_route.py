@@ -1,4 +1,4 @@
-"""`linear_route` on CUDA, and `experts` after it, against float64: choices made ahead of the norm."""
+"""`linear_route` on CUDA, and `experts` after it, against float64."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ def test_the_next_launch_starts_after_ids_are_unset(randn, device, monkeypatch):
 def test_what_the_kernel_does_not_take_is_two_launches(monkeypatch, randn):
     taken = []
     monkeypatch.setattr(
-        cuda_linear_route, "_two_launches", lambda heads_TN, *a: taken.append(heads_TN.shape[0])
+        cuda_linear_route, "_two_launches", lambda heads_TN, *_: taken.append(heads_TN.shape[0])
     )
     layer = Layer(randn, E=4, top_k=2, N=128, D=128)
     layer.route(with_order=True)

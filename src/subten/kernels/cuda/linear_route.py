@@ -178,7 +178,7 @@ def _two_launches(
 
 
 def _suits_weights(output: Weight, router: Router) -> bool:
-    dim, num_inputs = output.shape
+    num_inputs = output.shape[1]
     if not suits_weight(output, TILE_ROWS):
         return False
     plan = plan_output(output)
