@@ -232,7 +232,7 @@ def test_plans_hold_what_kernels_rely_on(shape, weight_format):
     plan = plan_gemv(num_rows // 16, dim, weight_format)
     plan.check(dim, FORMATS[weight_format])
     for num_tokens in (1, 8):
-        assert gemv._linear_shared(weight_format, num_tokens, dim, plan) <= gemv.MAX_SHARED_BYTES
+        assert gemv.linear_shared(weight_format, num_tokens, dim, plan) <= gemv.MAX_SHARED_BYTES
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)

@@ -67,6 +67,8 @@ inline std::function<void()> body;
 inline std::vector<bool> has_waited;
 // What happens when all threads of a block have come to the wait, if anything.
 inline std::function<void()> at_wait;
+// What happens when a thread lets the next kernel start, if anything.
+inline std::function<void()> at_launch_dependents;
 // What happens when a block has ended, if anything.
 inline std::function<void()> at_block_end;
 
@@ -174,7 +176,9 @@ inline void wait_for_previous_kernels() {
     }
     emulation::has_waited[emulation::current] = true;
 }
-inline void launch_dependents() {}
+inline void launch_dependents() {
+    if (emulation::at_launch_dependents) emulation::at_launch_dependents();
+}
 
 inline uint4 load_stream(const void* at) { return *reinterpret_cast<const uint4*>(at); }
 inline uint4 load_constant16(const void* at) { return *reinterpret_cast<const uint4*>(at); }
@@ -187,6 +191,11 @@ inline void publish(float* to, float v) {
     if (!emulation::is_again) *to = v;
 }
 inline float poll(const float* at) { return *at; }
+inline void publish(int* to, int v) {
+    if (!emulation::is_again) *to = v;
+}
+inline int poll(const int* at) { return *at; }
+inline void fence() {}
 
 inline float bits_float(u32 v) { return emulation::as<float>(&v); }
 inline int float_bits(float v) { return emulation::as<int>(&v); }

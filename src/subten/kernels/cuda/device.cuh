@@ -96,6 +96,19 @@ INLINE float poll(const float* at) {
     return v;
 }
 
+INLINE void publish(int* to, int v) {
+    asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
+}
+
+INLINE int poll(const int* at) {
+    int v;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    return v;
+}
+
+// What this thread has written is in memory before it goes on.
+INLINE void fence() { __threadfence(); }
+
 // D (16 x 8) += A (16 x 16) * B (16 x 8), bf16 into FP32. Lane = 4 * g + t holds of
 //   A: a0 = row g, k 2t and 2t+1;  a1 = row g+8, same k;  a2, a3 = the same rows, k + 8
 //   B: b0 = k 2t and 2t+1 of column g;  b1 = k + 8

@@ -149,6 +149,19 @@ def plan_gemv(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
     )
 
 
+MEASURED_AHEAD: Mapping[tuple[int, int, str], tuple[int, int, int, int]] = {}
+"""As MEASURED, of the output product and of gate and up where experts are chosen ahead."""
+
+
+def plan_ahead(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
+    """Plan of a matrix of `linear_route`, or of gate and up after it."""
+    measured = MEASURED_AHEAD.get((num_tiles, dim, weight_format))
+    if measured is None:
+        return plan_gemv(num_tiles, dim, weight_format)
+    warps_k, warps_n, tiles, depth = measured
+    return GemvPlan(warps_k=warps_k, warps_n=warps_n, tiles=tiles, depth=depth)
+
+
 def choose_depth(device_format: DeviceFormat, blocks_of_warp: int, warps_sm: int) -> int:
     """The least depth with 48 KiB in flight an SM (4.5 TB/s take about 26 at 800 ns), or all."""
     for depth in device_format.depths:
@@ -188,9 +201,14 @@ def kernel_name(kernel: str, weight_format: str, plan: GemvPlan, *flags: bool) -
     return f"{kernel}<{', '.join(arguments)}>"
 
 
+def units_of_thread(dim: int, plan: GemvPlan) -> int:
+    """Units of 8 inputs that a thread prepares of one token's x."""
+    return -(-dim // (8 * plan.num_threads))
+
+
 def is_one_token(num_tokens: int, dim: int, plan: GemvPlan) -> bool:
     """Whether the threads of a block hold all of x in registers."""
-    return num_tokens == 1 and dim // 8 <= KEPT_UNITS * plan.num_threads
+    return num_tokens == 1 and units_of_thread(dim, plan) <= KEPT_UNITS
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -273,13 +291,14 @@ def linear(
             plan.tiles,
         ),
         device=x_TK.device,
-        shared_bytes=_linear_shared(weight.format, num_tokens, dim, plan),
+        shared_bytes=linear_shared(weight.format, num_tokens, dim, plan),
         pdl=pdl and plan.starts_early,
     )
     return out_TN
 
 
-def _linear_shared(weight_format: str, num_tokens: int, dim: int, plan: GemvPlan) -> int:
+def linear_shared(weight_format: str, num_tokens: int, dim: int, plan: GemvPlan) -> int:
+    """Dynamic shared memory of `linear` and of gate and up, bytes."""
     num_partials = plan.warps_n * plan.tiles * plan.warps_k * TILE_ROWS * MAX_TOKENS
     return shared_bytes(weight_format, num_tokens, dim, num_partials, zero_columns=MAX_TOKENS)
 
@@ -307,5 +326,5 @@ def _suits_linear(
         and (residual_TN is None or residual_TN.dtype in FLOAT_DTYPES)
         and (residual_TN is None or residual_TN.stride(1) == 1)
         and (out_dtype is None or out_dtype in FLOAT_DTYPES)
-        and _linear_shared(weight.format, num_tokens, dim, plan) <= MAX_SHARED_BYTES
+        and linear_shared(weight.format, num_tokens, dim, plan) <= MAX_SHARED_BYTES
     )
