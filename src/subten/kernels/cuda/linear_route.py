@@ -43,11 +43,6 @@ def can_route_ahead(output: Weight, router: Router, gate_up: Weight, down: Weigh
     )
 
 
-def can_route_ahead(output: Weight, router: Router, gate_up: Weight, down: Weight) -> bool:  # noqa: ARG001
-    """Whether a layer of these weights has a kernel that takes `router.folded_EM`: none has."""
-    return False
-
-
 def linear_route(
     heads_TN: torch.Tensor,
     output: Weight,
