@@ -88,12 +88,12 @@ def layers(model: Decoder) -> list[Any]:
 def logits(model: Decoder, sizes: list[int]) -> torch.Tensor:
     """Of every token of a text that comes in parts of `sizes`, over pages of NaN bytes."""
     config = model.config
-    pool = PagePool(config.num_layers, 2, config.num_kv_heads, model.fmt, CPU)
+    pool = PagePool(config.num_layers, 2, config.num_kv_heads, model.fmt, model.device)
     pool.pages_LPGB.fill_(0xFF)
     parts, start = [], 0
     for size in sizes:
         ids = [(7 * i + 3) % config.vocab_size for i in range(start, start + size)]
-        step = make_step(token_ids=[ids], starts=[start], page_ids=[[1]], device=CPU)
+        step = make_step(token_ids=[ids], starts=[start], page_ids=[[1]], device=model.device)
         parts.append(model(step, pool.pages_LPGB, all_rows=True))
         start += size
     return torch.cat(parts)
@@ -169,6 +169,29 @@ def test_adaptive_attention_is_routed_ahead_too(ahead: Ahead, generator: torch.G
     assert torch.equal(first, plain_first)
     # A key or value of the second layer may round to the next BF16 number.
     assert_close(second, plain_second, max_error=2e-2, rms_error=5e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+@pytest.mark.parametrize("name", ["tiny-mixtral", "tiny-qwen3"])
+def test_the_kernel_routes_single_tokens_ahead(
+    name: str, quantization: str, device: torch.device
+) -> None:
+    model = random_decoder(get_shape(name), device=device, quantization=quantization)
+    plain = with_format(model, model.fmt)
+    for layer in layers(plain):
+        assert layer.router is not None
+        layer.router = None
+    sizes = [6, 1, 1, 4, 1]
+    got, wanted = logits(model, sizes), logits(plain, sizes)
+    assert torch.equal(got, logits(model, sizes))
+    assert torch.equal(got[:6], wanted[:6])
+    for layer, other in zip(layers(model), layers(plain), strict=True):
+        assert torch.equal(layer.ffn.topk_id_TK, other.ffn.topk_id_TK)
+    # The experts' input is rounded to BF16 before the norm's factor instead of after it, 2^-9 of
+    # each number in every layer; another expert would move logits by as much as they are.
+    scale = float(wanted.std())
+    assert_close(got, wanted, max_error=0.1 * scale, rms_error=0.03 * scale)
 
 
 def test_what_has_no_such_kernel_is_not_folded(
