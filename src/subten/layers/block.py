@@ -93,7 +93,9 @@ class FusedMoEQuantizedAttention(nn.Module):
     `layer.ffn_norm_D` [d_model]; `layer.ffn.gate_ED` float32 [num_experts, d_model];
     `layer.ffn.gate_up_EFD.codes` [num_experts, 2 * d_ffn, d_model], gate rows first;
     `layer.ffn.down_EDF.codes` [num_experts, d_model, d_ffn]. The block is for inference: no
-    gradient passes through it.
+    gradient passes through it. In CUDA a single token's experts are chosen by a matrix made of
+    these weights (`DecoderLayer.fold_router`), again whenever they change; only writes through
+    `.data`, and to a block that was made in inference mode, are not seen.
 
     `head_dim` defaults to d_model / num_heads; `max_len` is the longest context that a cache may
     have; `device` and `dtype` are where and in what the block lives, for good. Raises ConfigError,
