@@ -25,6 +25,7 @@ from subten.config import ModelConfig
 from subten.core import SamplingParams
 from subten.engine.llm import LLM
 from subten.kernels import select_ops
+from subten.kernels.cuda.linear_route import can_route_ahead
 from subten.kernels.linear_route import fold_router
 from subten.kernels.step import make_step
 from subten.layers import block as block_module
@@ -169,6 +170,23 @@ def test_adaptive_attention_is_routed_ahead_too(ahead: Ahead, generator: torch.G
     assert torch.equal(first, plain_first)
     # A key or value of the second layer may round to the next BF16 number.
     assert_close(second, plain_second, max_error=2e-2, rms_error=5e-3)
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8", "int4"])
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b"])
+def test_layers_of_large_shapes_have_the_kernel(name: str, quantization: str) -> None:
+    config = replace(get_shape(name), num_layers=1, max_model_len=64)
+    meta, dtype = torch.device("meta"), torch.bfloat16
+    fmt, ops = kv_format("bf16", config.head_dim), select_ops("torch", CPU)
+    (layer,) = layers(
+        Decoder(config, ops, fmt, device=meta, dtype=dtype, quantization=quantization)
+    )
+    assert can_route_ahead(
+        layer.attention.output.weight,
+        layer.ffn.router(layer.ffn_norm_D),
+        layer.ffn.gate_up_EFD,
+        layer.ffn.down_EDF,
+    )
 
 
 @pytest.mark.gpu
