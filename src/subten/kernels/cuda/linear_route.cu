@@ -14,28 +14,27 @@
 // no block of this launch but the last waits for another. It sees no id of an earlier launch: it
 // starts after the last block has let it, which that does once the kernels ahead have ended
 // (nobody reads the ids of a layer before) and ids that are UNSET are in memory.
-// Bytes: those of linear.cu; E * M * 4 of the folded matrix, once, all of it before the wait.
+// Bytes: those of linear.cu; E * M * 4 of the folded matrix, once, asked for before the wait.
 #include "gemv.cuh"
 #include "select.cuh"
 
-// Of a and then the residual: their inputs 4 * quad .. 4 * quad + 3.
-INLINE void load_quad(float (&v)[4], const u16* heads, const void* residual, int residual_is_bf16,
-                      int dim, int quad) {
+// Bits of four inputs, of a and then of the residual: 4 * quad .. 4 * quad + 3. Floats if `is_whole`,
+// which is taken apart only in `product`, so that the loads of all quads are on their way together.
+INLINE uint4 load_quad(const u16* heads, const void* residual, bool is_whole, int dim, int quad) {
     const int own = quad - dim / 4;
-    if (own >= 0 && !residual_is_bf16) {
-        const float4 four = reinterpret_cast<const float4*>(residual)[own];
-        v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
-        return;
-    }
-    const uint2 pairs = own < 0 ? reinterpret_cast<const uint2*>(heads)[quad]
-                                : reinterpret_cast<const uint2*>(residual)[own];
-    v[0] = low_bf16(pairs.x), v[1] = high_bf16(pairs.x);
-    v[2] = low_bf16(pairs.y), v[3] = high_bf16(pairs.y);
+    if (is_whole) return reinterpret_cast<const uint4*>(residual)[own];
+    const void* row = own < 0 ? heads : residual;
+    const uint2 pairs = reinterpret_cast<const uint2*>(row)[own < 0 ? quad : own];
+    return {pairs.x, pairs.y, 0, 0};
 }
 
-INLINE float product(uint4 folded, const float (&v)[4]) {
-    return (bits_float(folded.x) * v[0] + bits_float(folded.y) * v[1]) +
-           (bits_float(folded.z) * v[2] + bits_float(folded.w) * v[3]);
+INLINE float product(uint4 folded, uint4 bits, bool is_whole) {
+    const float a = is_whole ? bits_float(bits.x) : low_bf16(bits.x);
+    const float b = is_whole ? bits_float(bits.y) : high_bf16(bits.x);
+    const float c = is_whole ? bits_float(bits.z) : low_bf16(bits.y);
+    const float d = is_whole ? bits_float(bits.w) : high_bf16(bits.y);
+    return (bits_float(folded.x) * a + bits_float(folded.y) * b) +
+           (bits_float(folded.z) * c + bits_float(folded.w) * d);
 }
 
 // The last block. `shared` holds E * P floats and E keys. Other warps than the first do not let the
@@ -87,8 +86,9 @@ INLINE void pick_experts(float* part_score, float* score, int* topk_id, u8* shar
     }
 }
 
-// UNITS of 8 inputs and QUADS of 4 of the folded row are what a thread keeps in registers; of the
-// former that is all. BLOCKS of THREADS should find registers on an SM.
+// UNITS of 8 inputs and QUADS of 4 of the folded row are what a thread keeps in registers: all of its
+// own, and its block has one job at most. QUADS = 0: any number of either, and nothing is kept.
+// BLOCKS of THREADS should find registers on an SM.
 template <class Format, int DEPTH, int UNITS, int QUADS, int THREADS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS)
     linear_route_kernel(const u8* codes, const void* scale, const u16* heads, const u16* bias,
@@ -109,13 +109,20 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int warp_k = warp % warps_k, warp_n = warp / warps_k, warps_n = num_warps / warps_k;
     Shared<Format> shared(dynamic_shared, 1, MAX_COLUMNS, dim);
 
-    // Part p of expert e: quads begin_of(p) .. begin_of(p + 1) - 1 of row e.
+    // Part p of expert e: quads begin .. end - 1 of row e.
     const int num_jobs = num_experts * num_parts, row_quads = (dim + num_rows) / 4;
-    auto begin_of = [&](int p) { return static_cast<int>((i64)row_quads * p / num_parts); };
-    const int begin = begin_of(block / num_experts);
-    const int end = block < num_jobs ? begin_of(block / num_experts + 1) : begin;
-    const float* folded_row = folded + (i64)(block % num_experts) * (row_quads * 4);
-    uint4 kept[QUADS];
+    int begin, end;
+    const float* folded_row;
+    auto take_job = [&](int job) {
+        const u32 p = static_cast<u32>(job) / num_experts;
+        begin = static_cast<u32>(row_quads) * p / num_parts;
+        end = job < num_jobs ? static_cast<u32>(row_quads) * (p + 1) / num_parts : begin;
+        folded_row = folded + (i64)(job - p * num_experts) * (row_quads * 4);
+    };
+    auto is_whole = [&](int quad) { return quad >= dim / 4 && !residual_is_bf16; };
+    take_job(block);
+    constexpr int KEPT_QUADS = QUADS > 0 ? QUADS : 1;
+    uint4 kept[KEPT_QUADS];
 #pragma unroll
     for (int i = 0; i < QUADS; ++i) {
         const int quad = begin + thread + i * num_threads;
@@ -140,26 +147,32 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     Cursor<Format> cursor(codes, scale, dim, (i64)first_tile * TILE_ROWS, 8, TILE_ROWS, first_block,
                           blocks, lane);
 
-    // What the kept quads do not cover, and whole jobs after the first: few shapes have any.
-    auto rest_of = [&](const float* from, int first, int last) {
-        float sum = 0;
+    // Job after job, from memory and L2 at once.
+    auto add_jobs = [&] {
 #pragma unroll 1
-        for (int quad = first + thread; quad < last; quad += num_threads) {
-            float v[4];
-            load_quad(v, heads, residual, residual_is_bf16, dim, quad);
-            sum += product(load_stream(from + quad * 4), v);
+        for (int job = block; job < num_jobs; job += num_blocks) {
+            take_job(job);
+            float sum = 0;
+#pragma unroll 1
+            for (int quad = begin + thread; quad < end; quad += num_threads)
+                sum += product(load_stream(folded_row + quad * 4),
+                               load_quad(heads, residual, is_whole(quad), dim, quad),
+                               is_whole(quad));
+            store_warp_sum(sums, sum_over_lanes<WARP>(sum), warp, num_warps, lane);
+            __syncthreads();
+            if (thread == 0) publish(part_score + job, not_unset(sum_of_warps(sums)));
+            __syncthreads();
         }
-        return sum;
     };
 
     float before = 0;
     auto prologue = [&] {
         wait_for_previous_kernels();
-        float value[QUADS][4] = {};
+        uint4 quads[KEPT_QUADS] = {};
 #pragma unroll
         for (int i = 0; i < QUADS; ++i) {
             const int quad = begin + thread + i * num_threads;
-            if (quad < end) load_quad(value[i], heads, residual, residual_is_bf16, dim, quad);
+            if (quad < end) quads[i] = load_quad(heads, residual, is_whole(quad), dim, quad);
         }
         uint4 bits[UNITS] = {};
 #pragma unroll
@@ -171,9 +184,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
 
         float sum = 0;
 #pragma unroll
-        for (int i = 0; i < QUADS; ++i) sum += product(kept[i], value[i]);
-        sum += rest_of(folded_row, begin + QUADS * num_threads, end);
-        store_warp_sum(sums, sum_over_lanes<WARP>(sum), warp, num_warps, lane);
+        for (int i = 0; i < QUADS; ++i)
+            sum += product(kept[i], quads[i], is_whole(begin + thread + i * num_threads));
+        if constexpr (QUADS > 0)
+            store_warp_sum(sums, sum_over_lanes<WARP>(sum), warp, num_warps, lane);
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
             const int u = thread + i * num_threads;
@@ -183,17 +197,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
             shared.store(0, u, v, u < units, 0);
         }
         __syncthreads();
-        if (thread == 0 && block < num_jobs)
-            publish(part_score + block, not_unset(sum_of_warps(sums)));
-#pragma unroll 1
-        for (int job = block + num_blocks; job < num_jobs; job += num_blocks) {
-            const int p = job / num_experts;
-            const float* from = folded + (i64)(job % num_experts) * (row_quads * 4);
-            const float other = sum_over_lanes<WARP>(rest_of(from, begin_of(p), begin_of(p + 1)));
-            __syncthreads();
-            store_warp_sum(sums, other, warp, num_warps, lane);
-            __syncthreads();
-            if (thread == 0) publish(part_score + job, not_unset(sum_of_warps(sums)));
+        if constexpr (QUADS > 0) {
+            if (thread == 0 && block < num_jobs)
+                publish(part_score + block, not_unset(sum_of_warps(sums)));
+        } else {
+            add_jobs();
         }
     };
 
