@@ -48,7 +48,6 @@ class Layer:
         D,
         hidden=128,
         weight_format="fp8",
-        residual_dtype=torch.float32,
         renormalize=True,
         scaling_factor=1.0,
         has_bias=False,
@@ -69,7 +68,7 @@ class Layer:
         )
         self.fold()
         self.heads_1N = randn(1, N).bfloat16()
-        self.residual_1D = randn(1, D, dtype=residual_dtype, scale=2.0)
+        self.residual_1D = randn(1, D, scale=2.0)
         self.bias_D = randn(D).bfloat16() if has_bias else None
 
     def fold(self):
@@ -91,15 +90,13 @@ class Layer:
         """x is the product; scores are sums of the fold; ids are those of the scores."""
         assert routing.ahead is not None and routing.ahead.x_TD is x_1D
         assert routing.h_TD.shape == (0, x_1D.shape[1]) and routing.order_A is None
-        assert x_1D.dtype == self.residual_1D.dtype
+        assert x_1D.dtype == torch.float32
         exact_1D = self.exact_x()
         w_DN = self.output.dequantize().double()
         terms = self.heads_1N.double().abs() @ w_DN.abs().T
         factor = 17 if self.output.format == "int4" else 1
         bound = (w_DN.shape[1] / 16 + 64) * 2.0**-23 * factor * float(terms.max())
         bound += 2.0**-22 * float(exact_1D.abs().max())
-        if x_1D.dtype == torch.bfloat16:
-            bound += 2.0**-8 * float(exact_1D.abs().max())
         assert_close(x_1D, exact_1D, bound, bound, "x")
         input_1M = torch.cat([self.heads_1N.double(), self.residual_1D.double()], dim=1)
         folded_EM = self.router.folded_EM.double()
@@ -149,8 +146,6 @@ class Layer:
             flips = max(3, act_F.numel() // 16) ** 0.5 * 2.0**-7
             size_D = steps * (down_DF.abs() @ act_F.abs())
             bound += weight * float(size_D.max() + flips * down_DF.abs().max() * act_F.abs().max())
-        if out_1D.dtype == torch.bfloat16:
-            bound += 2.0**-8 * float(expected_1D.abs().max())
         assert_close(out_1D, expected_1D, bound, bound / 2, "experts")
 
     def experts(self, x_1D, routing, **options):
@@ -168,10 +163,9 @@ DOWN = GemvPlan(warps_k=1, warps_n=3, depth=2)
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.usefixtures("kernels", "poisoned")
-def test_a_layer_of_odd_sizes(randn, weight_format, residual_dtype, renormalize):
+def test_a_layer_of_odd_sizes(randn, weight_format, renormalize):
     """7 experts and 3 blocks, so that blocks have jobs of two or three; the last block's rows end
     early."""
     layer = Layer(
@@ -181,7 +175,6 @@ def test_a_layer_of_odd_sizes(randn, weight_format, residual_dtype, renormalize)
         N=384,
         D=256,
         weight_format=weight_format,
-        residual_dtype=residual_dtype,
         renormalize=renormalize,
         scaling_factor=2.5,
         has_bias=renormalize,
@@ -326,9 +319,11 @@ def test_what_the_kernel_does_not_take_is_two_launches(monkeypatch, randn):
     layer.router = router
     layer.heads_1N = heads_1N.float()
     layer.route()
+    layer.heads_1N, layer.residual_1D = heads_1N, residual_1D.bfloat16()
+    layer.route()
     layer.heads_1N, layer.residual_1D = heads_1N.repeat(2, 1), residual_1D.repeat(2, 1)
     layer.route()
-    assert taken == [1, 1, 1, 1, 2]
+    assert taken == [1, 1, 1, 1, 1, 2]
 
 
 def test_layers_that_cannot_route_ahead(randn):

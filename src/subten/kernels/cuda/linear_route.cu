@@ -5,6 +5,8 @@
 //
 //   r_e = sum_n folded_en a_n + sum_d folded_e,N+d residual_d
 //
+// a bf16, x and the residual float32.
+//
 //   block of threads b: its rows of W, as linear.cu;  and job b = p * E + e: part p of r_e
 //   the last block: waits for the parts, adds them, ranks the experts and hands out their ids
 //
@@ -18,21 +20,19 @@
 #include "gemv.cuh"
 #include "select.cuh"
 
-// Bits of four inputs, of a and then of the residual: 4 * quad .. 4 * quad + 3. Floats if `is_whole`,
-// which is taken apart only in `product`, so that the loads of all quads are on their way together.
-INLINE uint4 load_quad(const u16* heads, const void* residual, bool is_whole, int dim, int quad) {
-    const int own = quad - dim / 4;
-    if (is_whole) return reinterpret_cast<const uint4*>(residual)[own];
-    const void* row = own < 0 ? heads : residual;
-    const uint2 pairs = reinterpret_cast<const uint2*>(row)[own < 0 ? quad : own];
+// Four inputs from `at` on: bf16 of a, in the low words, or floats of the residual.
+INLINE uint4 load_quad(const u8* at, bool is_head) {
+    if (!is_head) return *reinterpret_cast<const uint4*>(at);
+    const uint2 pairs = *reinterpret_cast<const uint2*>(at);
     return {pairs.x, pairs.y, 0, 0};
 }
 
-INLINE float product(uint4 folded, uint4 bits, bool is_whole) {
-    const float a = is_whole ? bits_float(bits.x) : low_bf16(bits.x);
-    const float b = is_whole ? bits_float(bits.y) : high_bf16(bits.x);
-    const float c = is_whole ? bits_float(bits.z) : low_bf16(bits.y);
-    const float d = is_whole ? bits_float(bits.w) : high_bf16(bits.y);
+// Taken apart only here, so that the loads of all quads are on their way together.
+INLINE float product(uint4 folded, uint4 bits, bool is_head) {
+    const float a = is_head ? low_bf16(bits.x) : bits_float(bits.x);
+    const float b = is_head ? high_bf16(bits.x) : bits_float(bits.y);
+    const float c = is_head ? low_bf16(bits.y) : bits_float(bits.z);
+    const float d = is_head ? high_bf16(bits.y) : bits_float(bits.w);
     return (bits_float(folded.x) * a + bits_float(folded.y) * b) +
            (bits_float(folded.z) * c + bits_float(folded.w) * d);
 }
@@ -92,10 +92,9 @@ INLINE void pick_experts(float* part_score, float* score, int* topk_id, u8* shar
 template <class Format, int DEPTH, int UNITS, int QUADS, int THREADS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS)
     linear_route_kernel(const u8* codes, const void* scale, const u16* heads, const u16* bias,
-                        const void* residual, int residual_is_bf16, void* out, int num_rows,
-                        int dim, int warps_k, int tiles_each, const float* folded,
-                        float* part_score, float* score, int* topk_id, int num_experts,
-                        int num_parts, int top_k) {
+                        const float* residual, float* out, int num_rows, int dim, int warps_k,
+                        int tiles_each, const float* folded, float* part_score, float* score,
+                        int* topk_id, int num_experts, int num_parts, int top_k) {
     DYNAMIC_SHARED(dynamic_shared);
     __shared__ float4 sums[MAX_WARPS / 4];
     const int num_blocks = gridDim.x - 1, block = blockIdx.x;
@@ -119,16 +118,26 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
         end = job < num_jobs ? static_cast<u32>(row_quads) * (p + 1) / num_parts : begin;
         folded_row = folded + (i64)(job - p * num_experts) * (row_quads * 4);
     };
-    auto is_whole = [&](int quad) { return quad >= dim / 4 && !residual_is_bf16; };
+    auto is_head = [&](int quad) { return quad < dim / 4; };
+    auto quad_at = [&](int quad) {
+        const u8* head = reinterpret_cast<const u8*>(heads) + quad * 8;
+        return is_head(quad) ? head : reinterpret_cast<const u8*>(residual + quad * 4 - dim);
+    };
     take_job(block);
     constexpr int KEPT_QUADS = QUADS > 0 ? QUADS : 1;
     uint4 kept[KEPT_QUADS];
+    const u8* inputs[KEPT_QUADS];
+    bool never = false;
 #pragma unroll
     for (int i = 0; i < QUADS; ++i) {
         const int quad = begin + thread + i * num_threads;
         kept[i] = {0, 0, 0, 0};
         if (quad < end) kept[i] = load_stream(folded_row + quad * 4);
+        inputs[i] = quad < end ? quad_at(quad) : nullptr;
+        never = never || reinterpret_cast<i64>(inputs[i]) == 1;
     }
+    // A branch keeps the arithmetic for these addresses on its side of the wait, where it is free.
+    if (never) return;
 
     const int rows_each = warps_n * tiles_each * TILE_ROWS;
     const i64 row = (i64)block * rows_each + thread;
@@ -156,8 +165,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll 1
             for (int quad = begin + thread; quad < end; quad += num_threads)
                 sum += product(load_stream(folded_row + quad * 4),
-                               load_quad(heads, residual, is_whole(quad), dim, quad),
-                               is_whole(quad));
+                               load_quad(quad_at(quad), is_head(quad)),
+                               is_head(quad));
             store_warp_sum(sums, sum_over_lanes<WARP>(sum), warp, num_warps, lane);
             __syncthreads();
             if (thread == 0) publish(part_score + job, not_unset(sum_of_warps(sums)));
@@ -171,8 +180,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
         uint4 quads[KEPT_QUADS] = {};
 #pragma unroll
         for (int i = 0; i < QUADS; ++i) {
-            const int quad = begin + thread + i * num_threads;
-            if (quad < end) quads[i] = load_quad(heads, residual, is_whole(quad), dim, quad);
+            if (inputs[i])
+                quads[i] = load_quad(inputs[i], is_head(begin + thread + i * num_threads));
         }
         uint4 bits[UNITS] = {};
 #pragma unroll
@@ -180,12 +189,12 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
             const int u = thread + i * num_threads;
             if (u < units) bits[i] = reinterpret_cast<const uint4*>(heads)[u];
         }
-        if (has_row) before = load_value(residual, row, residual_is_bf16);
+        if (has_row) before = residual[row];
 
         float sum = 0;
 #pragma unroll
         for (int i = 0; i < QUADS; ++i)
-            sum += product(kept[i], quads[i], is_whole(begin + thread + i * num_threads));
+            sum += product(kept[i], quads[i], is_head(begin + thread + i * num_threads));
         if constexpr (QUADS > 0)
             store_warp_sum(sums, sum_over_lanes<WARP>(sum), warp, num_warps, lane);
 #pragma unroll
@@ -215,6 +224,5 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (!has_row) return;
     const float* own = shared.partial + thread / TILE_ROWS * warps_k * PARTIAL;
     const float sum = sum_partials(own, thread % TILE_ROWS, 0, warps_k);
-    store_value(out, row, sum * (row_scale * Format::SCALE_FACTOR) + (before + row_bias),
-                residual_is_bf16);
+    out[row] = sum * (row_scale * Format::SCALE_FACTOR) + (before + row_bias);
 }

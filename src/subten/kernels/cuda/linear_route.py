@@ -15,7 +15,6 @@ from subten.kernels.cuda import route as cuda_route
 from subten.kernels.cuda import runtime
 from subten.kernels.cuda.experts import suits_one_token
 from subten.kernels.cuda.gemv import (
-    FLOAT_DTYPES,
     FORMATS,
     KEPT_UNITS,
     MAX_SHARED_BYTES,
@@ -56,7 +55,8 @@ def linear_route(
     plan: GemvPlan | None = None,
     pdl: bool = True,
 ) -> tuple[torch.Tensor, Routing]:
-    """`subten.kernels.linear_route.linear_route`: one launch for one token with `folded_EM`.
+    """`subten.kernels.linear_route.linear_route`: one launch for one token with `folded_EM`
+    and a float32 residual.
 
     Then the routing says `ahead` and `experts` must be the next launch. Ids come from FP32 sums of
     the folded router, in an order of their own: those of `route` but where scores are as close as
@@ -78,7 +78,7 @@ def linear_route(
     plan = plan or plan_output(output)
     plan.check(num_inputs, FORMATS[output.format])
     num_blocks, num_parts = blocks_and_parts(plan, output.shape, num_experts)
-    x_TD = torch.empty(1, dim, dtype=residual_TD.dtype, device=device)
+    x_TD = torch.empty(1, dim, dtype=torch.float32, device=device)
     score_TE = torch.empty(1, num_experts, dtype=torch.float32, device=device)
     routing = Routing(
         h_TD=torch.empty(0, dim, dtype=torch.bfloat16, device=device),
@@ -105,7 +105,6 @@ def linear_route(
             heads_TN,
             bias_D,
             residual_TD,
-            int(residual_TD.dtype == torch.bfloat16),
             x_TD,
             dim,
             num_inputs,
@@ -214,7 +213,7 @@ def _suits(
         and has_rows(heads_TN)
         and folded_EM.dtype == torch.float32
         and is_plain(folded_EM)
-        and residual_TD.dtype in FLOAT_DTYPES
+        and residual_TD.dtype == torch.float32
         and is_plain(residual_TD)
         and (bias_D is None or (bias_D.dtype == torch.bfloat16 and is_plain(bias_D)))
     )
