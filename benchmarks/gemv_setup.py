@@ -164,10 +164,8 @@ class Sizes:
         config = self.config
         if name == "up":
             return "up_ahead.cu", up_ahead_name(self.weight_format, plan, config.d_model)
-        columns = self.heads + config.d_model
-        num_blocks = -(-config.d_model // (TILE_ROWS * plan.warps_n * plan.tiles))
-        parts = linear_route.parts_of_row(config.num_experts, columns, num_blocks, plan.num_threads)
-        name = linear_route.kernel_name(self.weight_format, plan, self.heads, columns, parts)
+        shape = (config.d_model, self.heads)
+        name = linear_route.kernel_name(self.weight_format, plan, shape, config.num_experts)
         return "linear_route.cu", name
 
     def jobs(self, names: Iterable[str], *, with_all_plans: bool) -> set[Job]:

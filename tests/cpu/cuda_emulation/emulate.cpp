@@ -39,7 +39,8 @@ using emulation::unpack;
          (up_ahead_kernel<FORMAT, DEPTH, UNITS, 512, 1>))
 #define AHEAD(FORMAT, DEPTH, UNITS)                                                          \
     UP_AHEAD(FORMAT, DEPTH, UNITS), ROUTE_AHEAD(FORMAT, DEPTH, UNITS, 1),                    \
-        ROUTE_AHEAD(FORMAT, DEPTH, UNITS, 3), ROUTE_AHEAD(FORMAT, DEPTH, UNITS, 6)
+        ROUTE_AHEAD(FORMAT, DEPTH, UNITS, 3), ROUTE_AHEAD(FORMAT, DEPTH, UNITS, 6),          \
+        ROUTE_AHEAD(FORMAT, DEPTH, UNITS, 0)
 #define AHEADS(FORMAT)                                                                       \
     AHEAD(FORMAT, 2, 1), AHEAD(FORMAT, 2, 2), AHEAD(FORMAT, 4, 1), AHEAD(FORMAT, 4, 2)
 

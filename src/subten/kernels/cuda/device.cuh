@@ -107,7 +107,7 @@ INLINE int poll(const int* at) {
 }
 
 // What this thread has written is in memory before it goes on.
-INLINE void fence() { __threadfence(); }
+INLINE void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // D (16 x 8) += A (16 x 16) * B (16 x 8), bf16 into FP32. Lane = 4 * g + t holds of
 //   A: a0 = row g, k 2t and 2t+1;  a1 = row g+8, same k;  a2, a3 = the same rows, k + 8

@@ -157,7 +157,6 @@ def _launch_up_ahead(
             gate_up.codes,
             gate_up.scale,
             ahead.x_TD,
-            int(ahead.x_TD.dtype == torch.bfloat16),
             ahead.norm_weight_D,
             float(ahead.eps),
             ahead.score_TE,

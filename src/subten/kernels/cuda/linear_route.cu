@@ -5,6 +5,8 @@
 //
 //   r_e = sum_n folded_en a_n + sum_d folded_e,N+d residual_d
 //
+// a bf16, x and the residual float32.
+//
 //   block of threads b: its rows of W, as linear.cu;  and job b = p * E + e: part p of r_e
 //   the last block: waits for the parts, adds them, ranks the experts and hands out their ids
 //
@@ -14,28 +16,25 @@
 // no block of this launch but the last waits for another. It sees no id of an earlier launch: it
 // starts after the last block has let it, which that does once the kernels ahead have ended
 // (nobody reads the ids of a layer before) and ids that are UNSET are in memory.
-// Bytes: those of linear.cu; E * M * 4 of the folded matrix, once, all of it before the wait.
+// Bytes: those of linear.cu; E * M * 4 of the folded matrix, once, asked for before the wait.
 #include "gemv.cuh"
 #include "select.cuh"
 
-// Of a and then the residual: their inputs 4 * quad .. 4 * quad + 3.
-INLINE void load_quad(float (&v)[4], const u16* heads, const void* residual, int residual_is_bf16,
-                      int dim, int quad) {
-    const int own = quad - dim / 4;
-    if (own >= 0 && !residual_is_bf16) {
-        const float4 four = reinterpret_cast<const float4*>(residual)[own];
-        v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
-        return;
-    }
-    const uint2 pairs = own < 0 ? reinterpret_cast<const uint2*>(heads)[quad]
-                                : reinterpret_cast<const uint2*>(residual)[own];
-    v[0] = low_bf16(pairs.x), v[1] = high_bf16(pairs.x);
-    v[2] = low_bf16(pairs.y), v[3] = high_bf16(pairs.y);
+// Four inputs from `at` on: bf16 of a, in the low words, or floats of the residual.
+INLINE uint4 load_quad(const u8* at, bool is_head) {
+    if (!is_head) return *reinterpret_cast<const uint4*>(at);
+    const uint2 pairs = *reinterpret_cast<const uint2*>(at);
+    return {pairs.x, pairs.y, 0, 0};
 }
 
-INLINE float product(uint4 folded, const float (&v)[4]) {
-    return (bits_float(folded.x) * v[0] + bits_float(folded.y) * v[1]) +
-           (bits_float(folded.z) * v[2] + bits_float(folded.w) * v[3]);
+// Taken apart only here, so that the loads of all quads are on their way together.
+INLINE float product(uint4 folded, uint4 bits, bool is_head) {
+    const float a = is_head ? low_bf16(bits.x) : bits_float(bits.x);
+    const float b = is_head ? high_bf16(bits.x) : bits_float(bits.y);
+    const float c = is_head ? low_bf16(bits.y) : bits_float(bits.z);
+    const float d = is_head ? high_bf16(bits.y) : bits_float(bits.w);
+    return (bits_float(folded.x) * a + bits_float(folded.y) * b) +
+           (bits_float(folded.z) * c + bits_float(folded.w) * d);
 }
 
 // The last block. `shared` holds E * P floats and E keys. Other warps than the first do not let the
@@ -87,15 +86,15 @@ INLINE void pick_experts(float* part_score, float* score, int* topk_id, u8* shar
     }
 }
 
-// UNITS of 8 inputs and QUADS of 4 of the folded row are what a thread keeps in registers; of the
-// former that is all. BLOCKS of THREADS should find registers on an SM.
+// UNITS of 8 inputs and QUADS of 4 of the folded row are what a thread keeps in registers: all of its
+// own, and its block has one job at most. QUADS = 0: any number of either, and nothing is kept.
+// BLOCKS of THREADS should find registers on an SM.
 template <class Format, int DEPTH, int UNITS, int QUADS, int THREADS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS)
     linear_route_kernel(const u8* codes, const void* scale, const u16* heads, const u16* bias,
-                        const void* residual, int residual_is_bf16, void* out, int num_rows,
-                        int dim, int warps_k, int tiles_each, const float* folded,
-                        float* part_score, float* score, int* topk_id, int num_experts,
-                        int num_parts, int top_k) {
+                        const float* residual, float* out, int num_rows, int dim, int warps_k,
+                        int tiles_each, const float* folded, float* part_score, float* score,
+                        int* topk_id, int num_experts, int num_parts, int top_k) {
     DYNAMIC_SHARED(dynamic_shared);
     __shared__ float4 sums[MAX_WARPS / 4];
     const int num_blocks = gridDim.x - 1, block = blockIdx.x;
@@ -109,19 +108,36 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int warp_k = warp % warps_k, warp_n = warp / warps_k, warps_n = num_warps / warps_k;
     Shared<Format> shared(dynamic_shared, 1, MAX_COLUMNS, dim);
 
-    // Part p of expert e: quads begin_of(p) .. begin_of(p + 1) - 1 of row e.
+    // Part p of expert e: quads begin .. end - 1 of row e.
     const int num_jobs = num_experts * num_parts, row_quads = (dim + num_rows) / 4;
-    auto begin_of = [&](int p) { return static_cast<int>((i64)row_quads * p / num_parts); };
-    const int begin = begin_of(block / num_experts);
-    const int end = block < num_jobs ? begin_of(block / num_experts + 1) : begin;
-    const float* folded_row = folded + (i64)(block % num_experts) * (row_quads * 4);
-    uint4 kept[QUADS];
+    int begin, end;
+    const float* folded_row;
+    auto take_job = [&](int job) {
+        const u32 p = static_cast<u32>(job) / num_experts;
+        begin = static_cast<u32>(row_quads) * p / num_parts;
+        end = job < num_jobs ? static_cast<u32>(row_quads) * (p + 1) / num_parts : begin;
+        folded_row = folded + (i64)(job - p * num_experts) * (row_quads * 4);
+    };
+    auto is_head = [&](int quad) { return quad < dim / 4; };
+    auto quad_at = [&](int quad) {
+        const u8* head = reinterpret_cast<const u8*>(heads) + quad * 8;
+        return is_head(quad) ? head : reinterpret_cast<const u8*>(residual + quad * 4 - dim);
+    };
+    take_job(block);
+    constexpr int KEPT_QUADS = QUADS > 0 ? QUADS : 1;
+    uint4 kept[KEPT_QUADS];
+    const u8* inputs[KEPT_QUADS];
+    bool never = false;
 #pragma unroll
     for (int i = 0; i < QUADS; ++i) {
         const int quad = begin + thread + i * num_threads;
         kept[i] = {0, 0, 0, 0};
         if (quad < end) kept[i] = load_stream(folded_row + quad * 4);
+        inputs[i] = quad < end ? quad_at(quad) : nullptr;
+        never = never || reinterpret_cast<i64>(inputs[i]) == 1;
     }
+    // A branch keeps the arithmetic for these addresses on its side of the wait, where it is free.
+    if (never) return;
 
     const int rows_each = warps_n * tiles_each * TILE_ROWS;
     const i64 row = (i64)block * rows_each + thread;
@@ -140,26 +156,32 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     Cursor<Format> cursor(codes, scale, dim, (i64)first_tile * TILE_ROWS, 8, TILE_ROWS, first_block,
                           blocks, lane);
 
-    // What the kept quads do not cover, and whole jobs after the first: few shapes have any.
-    auto rest_of = [&](const float* from, int first, int last) {
-        float sum = 0;
+    // Job after job, from memory and L2 at once.
+    auto add_jobs = [&] {
 #pragma unroll 1
-        for (int quad = first + thread; quad < last; quad += num_threads) {
-            float v[4];
-            load_quad(v, heads, residual, residual_is_bf16, dim, quad);
-            sum += product(load_stream(from + quad * 4), v);
+        for (int job = block; job < num_jobs; job += num_blocks) {
+            take_job(job);
+            float sum = 0;
+#pragma unroll 1
+            for (int quad = begin + thread; quad < end; quad += num_threads)
+                sum += product(load_stream(folded_row + quad * 4),
+                               load_quad(quad_at(quad), is_head(quad)),
+                               is_head(quad));
+            store_warp_sum(sums, sum_over_lanes<WARP>(sum), warp, num_warps, lane);
+            __syncthreads();
+            if (thread == 0) publish(part_score + job, not_unset(sum_of_warps(sums)));
+            __syncthreads();
         }
-        return sum;
     };
 
     float before = 0;
     auto prologue = [&] {
         wait_for_previous_kernels();
-        float value[QUADS][4] = {};
+        uint4 quads[KEPT_QUADS] = {};
 #pragma unroll
         for (int i = 0; i < QUADS; ++i) {
-            const int quad = begin + thread + i * num_threads;
-            if (quad < end) load_quad(value[i], heads, residual, residual_is_bf16, dim, quad);
+            if (inputs[i])
+                quads[i] = load_quad(inputs[i], is_head(begin + thread + i * num_threads));
         }
         uint4 bits[UNITS] = {};
 #pragma unroll
@@ -167,13 +189,14 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
             const int u = thread + i * num_threads;
             if (u < units) bits[i] = reinterpret_cast<const uint4*>(heads)[u];
         }
-        if (has_row) before = load_value(residual, row, residual_is_bf16);
+        if (has_row) before = residual[row];
 
         float sum = 0;
 #pragma unroll
-        for (int i = 0; i < QUADS; ++i) sum += product(kept[i], value[i]);
-        sum += rest_of(folded_row, begin + QUADS * num_threads, end);
-        store_warp_sum(sums, sum_over_lanes<WARP>(sum), warp, num_warps, lane);
+        for (int i = 0; i < QUADS; ++i)
+            sum += product(kept[i], quads[i], is_head(begin + thread + i * num_threads));
+        if constexpr (QUADS > 0)
+            store_warp_sum(sums, sum_over_lanes<WARP>(sum), warp, num_warps, lane);
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
             const int u = thread + i * num_threads;
@@ -183,17 +206,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
             shared.store(0, u, v, u < units, 0);
         }
         __syncthreads();
-        if (thread == 0 && block < num_jobs)
-            publish(part_score + block, not_unset(sum_of_warps(sums)));
-#pragma unroll 1
-        for (int job = block + num_blocks; job < num_jobs; job += num_blocks) {
-            const int p = job / num_experts;
-            const float* from = folded + (i64)(job % num_experts) * (row_quads * 4);
-            const float other = sum_over_lanes<WARP>(rest_of(from, begin_of(p), begin_of(p + 1)));
-            __syncthreads();
-            store_warp_sum(sums, other, warp, num_warps, lane);
-            __syncthreads();
-            if (thread == 0) publish(part_score + job, not_unset(sum_of_warps(sums)));
+        if constexpr (QUADS > 0) {
+            if (thread == 0 && block < num_jobs)
+                publish(part_score + block, not_unset(sum_of_warps(sums)));
+        } else {
+            add_jobs();
         }
     };
 
@@ -207,6 +224,5 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (!has_row) return;
     const float* own = shared.partial + thread / TILE_ROWS * warps_k * PARTIAL;
     const float sum = sum_partials(own, thread % TILE_ROWS, 0, warps_k);
-    store_value(out, row, sum * (row_scale * Format::SCALE_FACTOR) + (before + row_bias),
-                residual_is_bf16);
+    out[row] = sum * (row_scale * Format::SCALE_FACTOR) + (before + row_bias);
 }

@@ -6,6 +6,8 @@ features of an expert, M = N + D columns of the folded router, P parts of its ro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from subten.kernels.cuda import linear as cuda_linear
@@ -13,7 +15,6 @@ from subten.kernels.cuda import route as cuda_route
 from subten.kernels.cuda import runtime
 from subten.kernels.cuda.experts import suits_one_token
 from subten.kernels.cuda.gemv import (
-    FLOAT_DTYPES,
     FORMATS,
     KEPT_UNITS,
     MAX_SHARED_BYTES,
@@ -31,7 +32,7 @@ from subten.kernels.route import RoutedAhead, Routing
 from subten.kernels.weight_formats import Weight
 
 KEPT_QUADS = (1, 3, 6)
-"""Fours of a folded row that a thread may keep in registers."""
+"""Fours of its block's part of a folded row that a thread may keep in registers."""
 
 
 def can_route_ahead(output: Weight, router: Router, gate_up: Weight, down: Weight) -> bool:
@@ -54,7 +55,8 @@ def linear_route(
     plan: GemvPlan | None = None,
     pdl: bool = True,
 ) -> tuple[torch.Tensor, Routing]:
-    """`subten.kernels.linear_route.linear_route`: one launch for one token with `folded_EM`.
+    """`subten.kernels.linear_route.linear_route`: one launch for one token with `folded_EM`
+    and a float32 residual.
 
     Then the routing says `ahead` and `experts` must be the next launch. Ids come from FP32 sums of
     the folded router, in an order of their own: those of `route` but where scores are as close as
@@ -75,9 +77,8 @@ def linear_route(
     num_experts, top_k = router.gate_ED.shape[0], router.top_k
     plan = plan or plan_output(output)
     plan.check(num_inputs, FORMATS[output.format])
-    num_blocks = -(-dim // (TILE_ROWS * plan.warps_n * plan.tiles))
-    num_parts = parts_of_row(num_experts, num_inputs + dim, num_blocks, plan.num_threads)
-    x_TD = torch.empty(1, dim, dtype=residual_TD.dtype, device=device)
+    num_blocks, num_parts = blocks_and_parts(plan, output.shape, num_experts)
+    x_TD = torch.empty(1, dim, dtype=torch.float32, device=device)
     score_TE = torch.empty(1, num_experts, dtype=torch.float32, device=device)
     routing = Routing(
         h_TD=torch.empty(0, dim, dtype=torch.bfloat16, device=device),
@@ -95,7 +96,7 @@ def linear_route(
     pick_bytes = 4 * num_experts * (num_parts + 1)
     runtime.launch(
         "linear_route.cu",
-        kernel_name(output.format, plan, num_inputs, num_inputs + dim, num_parts),
+        kernel_name(output.format, plan, output.shape, num_experts),
         (num_blocks + 1,),
         plan.num_threads,
         (
@@ -104,7 +105,6 @@ def linear_route(
             heads_TN,
             bias_D,
             residual_TD,
-            int(residual_TD.dtype == torch.bfloat16),
             x_TD,
             dim,
             num_inputs,
@@ -131,23 +131,32 @@ def plan_output(output: Weight) -> GemvPlan:
     return plan_ahead(dim // TILE_ROWS, num_inputs, output.format)
 
 
-def parts_of_row(num_experts: int, columns: int, num_blocks: int, num_threads: int) -> int:
-    """Parts of a folded row, each a block's: until a thread has one four, if there are blocks."""
-    return max(1, min(num_blocks // num_experts, -(-columns // (4 * num_threads))))
+def blocks_and_parts(plan: GemvPlan, shape: Sequence[int], num_experts: int) -> tuple[int, int]:
+    """Blocks that have rows of an output matrix [D, N], and parts of a folded row, each a block's.
+
+    Parts until a thread has one four, as far as there are blocks for them.
+    """
+    dim, num_inputs = shape
+    num_blocks = -(-dim // (TILE_ROWS * plan.warps_n * plan.tiles))
+    most = -(-(num_inputs + dim) // (4 * plan.num_threads))
+    return num_blocks, max(1, min(num_blocks // num_experts, most))
 
 
-def kernel_name(
-    weight_format: str, plan: GemvPlan, num_inputs: int, columns: int, num_parts: int
-) -> str:
-    """The kernel's instance in C++."""
-    needed = -(-columns // (4 * num_parts * plan.num_threads))
-    quads = next((q for q in KEPT_QUADS if q >= needed), KEPT_QUADS[-1])
+def kernel_name(weight_format: str, plan: GemvPlan, shape: Sequence[int], num_experts: int) -> str:
+    """The kernel's instance in C++ for an output matrix [D, N]."""
+    num_blocks, num_parts = blocks_and_parts(plan, shape, num_experts)
+    # Parts differ by one four at most.
+    fours = -(-sum(shape) // (4 * num_parts))
+    needed = -(-fours // plan.num_threads)
+    quads = next((q for q in KEPT_QUADS if q >= needed), 0)
+    if num_experts * num_parts > num_blocks:
+        quads = 0
     # With a shallow ring the registers are for the next launch's blocks, which fetch meanwhile.
     blocks = 512 // plan.num_threads * (2 if plan.depth == 2 and quads <= 3 else 1)
     arguments = (
         FORMATS[weight_format].struct,
         plan.depth,
-        units_of_thread(num_inputs, plan),
+        units_of_thread(shape[1], plan),
         quads,
         plan.num_threads,
         blocks,
@@ -204,7 +213,7 @@ def _suits(
         and has_rows(heads_TN)
         and folded_EM.dtype == torch.float32
         and is_plain(folded_EM)
-        and residual_TD.dtype in FLOAT_DTYPES
+        and residual_TD.dtype == torch.float32
         and is_plain(residual_TD)
         and (bias_D is None or (bias_D.dtype == torch.bfloat16 and is_plain(bias_D)))
     )

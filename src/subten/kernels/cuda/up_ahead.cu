@@ -6,8 +6,8 @@
 // Letters and tiles as `up_kernel` of experts.cu; r [E] the router's raw scores. A block waits for
 // the id of its expert alone and asks for weights at once, while x is still being computed; the
 // norm's factor is one number for all of x, and comes in at the end.
-// Bytes: K * 2 * F * D * bits / 8, each row once; D * itemsize of x a block (from L2); K * F * 2 of
-// act.
+// Bytes: K * 2 * F * D * bits / 8, each row once; D * 4 of x a block of threads (from L2); K * F * 2
+// of act.
 #include "gemv.cuh"
 #include "select.cuh"
 
@@ -30,13 +30,14 @@ INLINE void store_expert_weights(float* topk_weight, const float* score, const i
     if (lane < top_k) topk_weight[lane] = own * scaling_factor;
 }
 
-// UNITS of 8 inputs are all of x that a thread has. BLOCKS of THREADS should find registers on an SM.
+// UNITS of 8 inputs are all of x that a thread has. BLOCKS of THREADS should find registers on an
+// SM.
 template <class Format, int DEPTH, int UNITS, int THREADS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS)
-    up_ahead_kernel(const u8* codes, const void* scale, const void* x, int x_is_bf16,
-                    const u16* norm_weight, float eps, const float* score, const int* topk_id,
-                    float* topk_weight, u16* act, int num_experts, int top_k, int dim, int hidden,
-                    int warps_k, int tiles_each, int renormalize, float scaling_factor) {
+    up_ahead_kernel(const u8* codes, const void* scale, const float* x, const u16* norm_weight,
+                    float eps, const float* score, const int* topk_id, float* topk_weight, u16* act,
+                    int num_experts, int top_k, int dim, int hidden, int warps_k, int tiles_each,
+                    int renormalize, float scaling_factor) {
     DYNAMIC_SHARED(dynamic_shared);
     __shared__ float4 squares[MAX_WARPS / 4];
     __shared__ int chosen[WARP];
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
             const int u = thread + i * num_threads;
-            if (u < units) load8(whole[i], x, u, x_is_bf16);
+            if (u < units) load8(whole[i], x, u, false);
         }
         if (weighs) {
 #pragma unroll 1
