@@ -159,7 +159,7 @@ class Chain:
             # `down` reads the ids before it waits, which `route` just before it does not allow.
             routing = layer.routing
         else:
-            act_AF = launch_up(routing, layer.gate_up, plan=plans["up"], pdl=pdl)
+            act_AF = launch_up(routing, layer.gate_up, layer.down, plan=plans["up"], pdl=pdl)
         if without == "down":
             return x_TD
         return launch_down(

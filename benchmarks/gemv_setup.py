@@ -7,7 +7,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -144,7 +144,9 @@ class Sizes:
         plans = list(down_plans(best, *key) if name == "down" else gemv_plans(best, *key))
         if self._is_ahead(name):
             plans = [plan for plan in plans if units_of_thread(key[1], plan) <= KEPT_UNITS]
-        return plans
+        if self._is_ahead(name) and name == "up":
+            plans = [replace(plan, fetch=fetch) for plan in plans for fetch in (0, 1, 2)]
+        return list(dict.fromkeys([best, *plans]))
 
     def job(self, name: str, plan: GemvPlan | None) -> Job:
         """The kernel of a matrix or of the router."""
@@ -231,7 +233,7 @@ def print_tables(records: Iterable[dict[str, Any]]) -> None:
         if record["kernel"] == "down":
             down[key] = (plan.warps_k, plan.depth)
         elif record.get("is_ahead") and record["kernel"] in ("output", "up"):
-            ahead[key] = plan_row(plan)
+            ahead[key] = (*plan_row(plan), plan.fetch)
         else:
             gemv[key] = plan_row(plan)
     for name, table in (("MEASURED", gemv), ("MEASURED_AHEAD", ahead), ("MEASURED_DOWN", down)):

@@ -186,6 +186,27 @@ def test_a_layer_of_odd_sizes(randn, weight_format, renormalize):
     )
 
 
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("fetch", [1, 2])
+@pytest.mark.usefixtures("kernels", "poisoned")
+def test_weights_that_are_fetched_ahead(randn, device, weight_format, fetch):
+    """All of gate and up of the chosen expert, and of down, is asked for; the sums stay."""
+    layer = Layer(randn, E=3, top_k=1, N=128, D=1024, hidden=1024, weight_format=weight_format)
+    _, routing = layer.route()
+    # The last of 11 blocks has few rows.
+    plan = GemvPlan(warps_k=4, warps_n=3, tiles=4, depth=2, fetch=fetch)
+    if device.type == "cpu":
+        emulator().take_num_fetched()
+    act_AF = cuda_experts.launch_up(routing, layer.gate_up, layer.down, plan=plan)
+    if device.type == "cpu":
+        fetched = [layer.gate_up, layer.down][:fetch]
+        num_bytes = sum(w.nbytes if w.format == "int4" else w.codes.nbytes for w in fetched)
+        assert emulator().take_num_fetched() * 3 == num_bytes
+    late = replace(plan, fetch=0)
+    expected_AF = cuda_experts.launch_up(routing, layer.gate_up, layer.down, plan=late)
+    assert torch.equal(act_AF, expected_AF)
+
+
 PLANS = {
     "parts": (5, 1, 384, GemvPlan(warps_k=2, depth=2)),
     "two fours": (20, 3, 384, GemvPlan(warps_k=3, depth=4)),

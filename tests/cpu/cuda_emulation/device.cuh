@@ -67,6 +67,8 @@ inline std::function<void()> body;
 inline std::vector<bool> has_waited;
 // What happens when all threads of a block have come to the wait, if anything.
 inline std::function<void()> at_wait;
+// Bytes brought to L2.
+inline i64 num_fetched;
 // What happens when a thread lets the next kernel start, if anything.
 inline std::function<void()> at_launch_dependents;
 // What happens when a block has ended, if anything.
@@ -187,6 +189,17 @@ inline float load_constant_float(const float* at) { return *at; }
 inline float load_from_l2(const float* at) { return *at; }
 inline int load_from_l2(const int* at) { return *at; }
 inline uint4 load_from_l2(const uint4* at) { return *at; }
+inline void fetch_to_l2(const void* from, int num_bytes) {
+    if ((size_t)from % 16 || num_bytes % 16 || num_bytes <= 0) std::abort();
+    volatile u8 seen;
+    for (int i = 0; i < num_bytes; ++i) seen = static_cast<const u8*>(from)[i];
+    (void)seen;
+    emulation::num_fetched += num_bytes;
+}
+inline void fetch_line(const void* at) {
+    volatile u8 seen = *static_cast<const u8*>(at);
+    (void)seen;
+}
 inline void publish(float* to, float v) {
     if (!emulation::is_again) *to = v;
 }

@@ -34,11 +34,12 @@ using emulation::unpack;
 #define ROUTE_AHEAD(FORMAT, DEPTH, UNITS, QUADS)                                             \
     EACH("linear_route_kernel<" #FORMAT ", " #DEPTH ", " #UNITS ", " #QUADS ">",             \
          (linear_route_kernel<FORMAT, DEPTH, UNITS, QUADS, 512, 1>))
-#define UP_AHEAD(FORMAT, DEPTH, UNITS)                                                       \
-    EACH("up_ahead_kernel<" #FORMAT ", " #DEPTH ", " #UNITS ">",                             \
-         (up_ahead_kernel<FORMAT, DEPTH, UNITS, 512, 1>))
+#define UP_AHEAD(FORMAT, DEPTH, UNITS, FETCHES)                                              \
+    EACH("up_ahead_kernel<" #FORMAT ", " #DEPTH ", " #UNITS ", " #FETCHES ">",               \
+         (up_ahead_kernel<FORMAT, DEPTH, UNITS, FETCHES, 512, 1>))
 #define AHEAD(FORMAT, DEPTH, UNITS)                                                          \
-    UP_AHEAD(FORMAT, DEPTH, UNITS), ROUTE_AHEAD(FORMAT, DEPTH, UNITS, 1),                    \
+    UP_AHEAD(FORMAT, DEPTH, UNITS, false), UP_AHEAD(FORMAT, DEPTH, UNITS, true),             \
+        ROUTE_AHEAD(FORMAT, DEPTH, UNITS, 1),                                                \
         ROUTE_AHEAD(FORMAT, DEPTH, UNITS, 3), ROUTE_AHEAD(FORMAT, DEPTH, UNITS, 6),          \
         ROUTE_AHEAD(FORMAT, DEPTH, UNITS, 0)
 #define AHEADS(FORMAT)                                                                       \
@@ -84,3 +85,6 @@ extern "C" void watch_launch_dependents(void (*callback)(int block, int has_wait
             callback(blockIdx.x, emulation::has_waited[emulation::current]);
         };
 }
+
+// Bytes that kernels have asked for ahead since the last call.
+extern "C" long long take_num_fetched() { return std::exchange(emulation::num_fetched, 0); }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -61,7 +61,9 @@ class GemvPlan:
     `tiles` tiles of 16 rows in turn; a warp keeps `depth` KiB of weights in flight. `warps_k`
     decides the order of sums, so it must not depend on the number of tokens: a token's bits are
     the same alone and among others. With `starts_early` the launch may begin, and fetch weights,
-    while the one ahead still runs (programmatic dependent launch).
+    while the one ahead still runs (programmatic dependent launch). Gate and up after `linear_route`
+    bring into L2, once they know the experts: with `fetch` 1 all of their own rows, with 2 those of
+    down too.
     """
 
     warps_k: int
@@ -69,6 +71,7 @@ class GemvPlan:
     tiles: int = 1
     depth: int = 4
     starts_early: bool = True
+    fetch: int = 0
 
     @property
     def num_threads(self) -> int:
@@ -149,17 +152,26 @@ def plan_gemv(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
     )
 
 
-MEASURED_AHEAD: Mapping[tuple[int, int, str], tuple[int, int, int, int]] = {}
-"""As MEASURED, of the output product and of gate and up where experts are chosen ahead."""
+MEASURED_AHEAD: Mapping[tuple[int, int, str], tuple[int, int, int, int, int]] = {
+    (128, 4096, "none"): (16, 1, 1, 2, 0),
+    (128, 4096, "fp8"): (16, 1, 1, 2, 0),
+    (128, 4096, "int4"): (16, 1, 1, 2, 0),
+}
+"""As MEASURED, of the output product and of gate and up where experts are chosen ahead, and what
+these fetch."""
 
 
 def plan_ahead(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
     """Plan of a matrix of `linear_route`, or of gate and up after it."""
     measured = MEASURED_AHEAD.get((num_tiles, dim, weight_format))
     if measured is None:
-        return plan_gemv(num_tiles, dim, weight_format)
-    warps_k, warps_n, tiles, depth = measured
-    return GemvPlan(warps_k=warps_k, warps_n=warps_n, tiles=tiles, depth=depth)
+        plan = plan_gemv(num_tiles, dim, weight_format)
+        # Threads enough to have all of x in registers.
+        while units_of_thread(dim, plan) > KEPT_UNITS and plan.num_threads <= 256:
+            plan = replace(plan, warps_n=2 * plan.warps_n)
+        return plan
+    warps_k, warps_n, tiles, depth, fetch = measured
+    return GemvPlan(warps_k=warps_k, warps_n=warps_n, tiles=tiles, depth=depth, fetch=fetch)
 
 
 def choose_depth(device_format: DeviceFormat, blocks_of_warp: int, warps_sm: int) -> int:

@@ -37,13 +37,40 @@ INLINE float product(uint4 folded, uint4 bits, bool is_head) {
            (bits_float(folded.z) * c + bits_float(folded.w) * d);
 }
 
-// The last block. `shared` holds E * P floats and E keys. Other warps than the first do not let the
-// next launch start: the block counts from its first thread that does.
+// Publishes the ids of the best. `key` holds those of all experts and TAKEN up to a multiple of 4: the
+// rank of an expert is the number of better ones, of which `lanes` neighbours count a share each.
+INLINE void rank_experts(int* topk_id, const int* key, int num_experts, int top_k, bool is_real) {
+    const int thread = threadIdx.x, num_threads = blockDim.x;
+    int log_lanes = 3;
+    while (log_lanes > 0 && num_experts << log_lanes > num_threads) --log_lanes;
+    const int lanes = 1 << log_lanes;
+#pragma unroll 1
+    for (int first = 0; first < num_experts; first += num_threads >> log_lanes) {
+        const int e = first + (thread >> log_lanes);
+        const int own = e < num_experts ? key[e] : TAKEN + 1;
+        int rank = 0;
+#pragma unroll 4
+        for (int i = thread & (lanes - 1); i * 4 < num_experts; i += lanes) {
+            const uint4 four = reinterpret_cast<const uint4*>(key)[i];
+            const int other[4] = {(int)four.x, (int)four.y, (int)four.z, (int)four.w};
+            // As good and earlier is better too.
+#pragma unroll
+            for (int j = 0; j < 4; ++j) rank += other[j] > own - (i * 4 + j < e);
+        }
+        float better = rank;
+        for (int mask = lanes / 2; mask > 0; mask /= 2) better += shuffle_xor(better, mask);
+        if (is_real && thread % lanes == 0 && e < num_experts && better < top_k)
+            publish(topk_id + static_cast<int>(better), e);
+    }
+}
+
+// The last block. `shared` holds keys of E experts, up to a multiple of 4, and E * P floats. Only
+// one thread lets the next launch start: the block counts from its first that does.
 INLINE void pick_experts(float* part_score, float* score, int* topk_id, u8* shared,
                          int num_experts, int num_parts, int top_k) {
     const int thread = threadIdx.x, num_threads = blockDim.x, lane = thread % WARP;
-    float* part = reinterpret_cast<float*>(shared);
-    int* key = reinterpret_cast<int*>(part + num_experts * num_parts);
+    int* key = reinterpret_cast<int*>(shared);
+    float* part = reinterpret_cast<float*>(key + (num_experts + 3) / 4 * 4);
     wait_for_previous_kernels();
     if (thread < WARP) {
         if (lane < top_k) publish(topk_id + lane, UNSET);
@@ -51,38 +78,31 @@ INLINE void pick_experts(float* part_score, float* score, int* topk_id, u8* shar
         sync_warp();
         if (lane == 0) launch_dependents();
     }
+    // First with zeros while the scores are on their way, so that the code is there when they are.
 #pragma unroll 1
-    for (int i = thread; i < num_experts * num_parts; i += num_threads) {
-        float v;
-        do v = poll(part_score + i);
-        while (float_bits(v) == UNSET);
-        part_score[i] = bits_float(UNSET);
-        part[i] = v;
-    }
-    __syncthreads();
+    for (int round = 0; round < 2; ++round) {
+        const bool is_real = round == 1;
 #pragma unroll 1
-    for (int e = thread; e < num_experts; e += num_threads) {
-        float sum = 0;
-        for (int p = 0; p < num_parts; ++p) sum += part[p * num_experts + e];
-        key[e] = sort_key(sum);
-        score[e] = sum;
-    }
-    __syncthreads();
-    // The rank of an expert is the number of better ones: `lanes` neighbours count a share each.
-    int lanes = WARP;
-    while (lanes > 1 && num_experts * lanes > num_threads) lanes /= 2;
-#pragma unroll 1
-    for (int first = 0; first < num_experts; first += num_threads / lanes) {
-        const int e = first + thread / lanes;
-        const int own = e < num_experts ? key[e] : TAKEN;
-        float rank = 0;
-        for (int other = thread % lanes; other < num_experts; other += lanes) {
-            const int k = key[other];
-            rank += k > own || (k == own && other < e) ? 1.0f : 0.0f;
+        for (int i = thread; i < num_experts * num_parts; i += num_threads) {
+            float v = 0;
+            if (is_real) {
+                do v = poll(part_score + i);
+                while (float_bits(v) == UNSET);
+                part_score[i] = bits_float(UNSET);
+            }
+            part[i] = v;
         }
-        for (int mask = lanes / 2; mask > 0; mask /= 2) rank += shuffle_xor(rank, mask);
-        if (thread % lanes == 0 && e < num_experts && rank < top_k)
-            publish(topk_id + static_cast<int>(rank), e);
+        __syncthreads();
+#pragma unroll 1
+        for (int e = thread; e < (num_experts + 3) / 4 * 4; e += num_threads) {
+            float sum = 0;
+            for (int p = 0; p < num_parts && e < num_experts; ++p) sum += part[p * num_experts + e];
+            key[e] = e < num_experts ? sort_key(sum) : TAKEN;
+            if (is_real && e < num_experts) score[e] = sum;
+        }
+        __syncthreads();
+        rank_experts(topk_id, key, num_experts, top_k, is_real);
+        __syncthreads();
     }
 }
 
@@ -156,6 +176,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     Cursor<Format> cursor(codes, scale, dim, (i64)first_tile * TILE_ROWS, 8, TILE_ROWS, first_block,
                           blocks, lane);
 
+    const u8* codes_of_warp = cursor.codes - lane / 4 * blocks_of_k * 64 - lane % 4 * 16;
+
     // Job after job, from memory and L2 at once.
     auto add_jobs = [&] {
 #pragma unroll 1
@@ -176,6 +198,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
 
     float before = 0;
     auto prologue = [&] {
+        fetch_rest(codes_of_warp, blocks_of_k * 64, blocks, DEPTH, num_tiles, lane);
         wait_for_previous_kernels();
         uint4 quads[KEPT_QUADS] = {};
 #pragma unroll
