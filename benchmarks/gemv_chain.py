@@ -276,8 +276,13 @@ def joint_records(chain: Chain, *, num_best: int, num_replays: int) -> Iterator[
         return quick[key]
 
     def ranked(stage: str, given: Plans) -> list[GemvPlan]:
-        tried = chain.sizes.all_plans(stage)
-        return sorted(tried, key=lambda plan: quick_us({**given, stage: plan}))
+        fetch = table["up"].fetch
+        tried = [plan for plan in chain.sizes.all_plans(stage) if plan.fetch in (0, fetch)]
+        tried.sort(key=lambda plan: quick_us({**given, stage: plan}))
+        if stage != "up" or not chain.sizes.is_ahead:
+            return tried
+        best = [replace(plan, fetch=fetch) for plan in tried[:6] for fetch in (0, 1, 2)]
+        return sorted(dict.fromkeys(best), key=lambda plan: quick_us({**given, stage: plan}))
 
     def pairs(outputs: Iterable[GemvPlan], ups: Sequence[GemvPlan]) -> list[dict[str, GemvPlan]]:
         return [{**plans, "output": output, "up": up} for output in outputs for up in ups]
@@ -286,7 +291,7 @@ def joint_records(chain: Chain, *, num_best: int, num_replays: int) -> Iterator[
     outputs = [plan for up in ups[:2] for plan in ranked("output", {**plans, "up": up})[:5]]
     first = sorted(pairs(dict.fromkeys(outputs), ups), key=quick_us)
     # The best outputs again, with every plan of up.
-    for output in list(dict.fromkeys(given["output"] for given in first))[:3]:
+    for output in list(dict.fromkeys(given["output"] for given in first))[:2]:
         given = {**plans, "output": output}
         first += [{**given, "up": up} for up in ranked("up", given)[:3]]
     plans = min(first, key=quick_us)

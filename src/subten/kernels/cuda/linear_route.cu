@@ -176,8 +176,6 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     Cursor<Format> cursor(codes, scale, dim, (i64)first_tile * TILE_ROWS, 8, TILE_ROWS, first_block,
                           blocks, lane);
 
-    const u8* codes_of_warp = cursor.codes - lane / 4 * blocks_of_k * 64 - lane % 4 * 16;
-
     // Job after job, from memory and L2 at once.
     auto add_jobs = [&] {
 #pragma unroll 1
@@ -196,9 +194,12 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
         }
     };
 
+    auto fetch_ahead = [&] {
+        const u8* first = cursor.codes - lane / 4 * blocks_of_k * 64 - lane % 4 * 16;
+        fetch_rest(first, blocks_of_k * 64, blocks, DEPTH, num_tiles, lane);
+    };
     float before = 0;
     auto prologue = [&] {
-        fetch_rest(codes_of_warp, blocks_of_k * 64, blocks, DEPTH, num_tiles, lane);
         wait_for_previous_kernels();
         uint4 quads[KEPT_QUADS] = {};
 #pragma unroll
@@ -238,7 +239,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     };
 
     float* partial = shared.partial + (warp_n * tiles_each * warps_k + warp_k) * PARTIAL;
-    stream<Format, DEPTH>(cursor, num_tiles, first_block, shared, 0, lane % 4 * 2, lane, prologue,
+    stream<Format, DEPTH>(cursor, num_tiles, first_block, shared, 0, lane % 4 * 2, lane, fetch_ahead,
+                          prologue,
                           [&](int tile, const float(&d)[4]) {
                               store_partial(partial + tile * warps_k * PARTIAL, d, lane);
                           });
