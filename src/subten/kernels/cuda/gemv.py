@@ -63,7 +63,8 @@ class GemvPlan:
     the same alone and among others. With `starts_early` the launch may begin, and fetch weights,
     while the one ahead still runs (programmatic dependent launch). Gate and up after `linear_route`
     bring into L2, once they know the experts: with `fetch` 1 all of their own rows, with 2 those of
-    down too.
+    down too. A `lean` product takes 80 registers a thread at most, or 64 in 16 warps, so that
+    blocks of the launches before and after find room beside its own.
     """
 
     warps_k: int
@@ -72,11 +73,20 @@ class GemvPlan:
     depth: int = 4
     starts_early: bool = True
     fetch: int = 0
+    lean: bool = False
 
     @property
     def num_threads(self) -> int:
         """Threads of a block."""
         return 32 * self.warps_k * self.warps_n
+
+    @property
+    def bounds(self) -> str:
+        """Launch bounds of `linear`: the most threads, and blocks that should fit an SM."""
+        if not self.lean:
+            return "512, 1"
+        blocks = max(65536 // (80 * self.num_threads), 1024 // self.num_threads)
+        return f"{self.num_threads}, {blocks}"
 
     def check(self, dim: int, weight_format: DeviceFormat) -> None:
         """Assert what the kernels rely on."""
@@ -122,6 +132,10 @@ of qwen3-30b-a3b with attention in the chain too, benchmarks/plans/h200-layer-pl
 """
 
 
+LEAN: frozenset[tuple[int, int, str]] = frozenset()
+"""Keys of MEASURED whose plan is lean."""
+
+
 def plan_gemv(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
     """Plan of a matrix of `num_tiles` tiles of 16 rows: as measured, or else by a rule.
 
@@ -129,10 +143,13 @@ def plan_gemv(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
     all of it is in flight at once. Many tiles: 8 warps a block on neighbouring tiles, so that x is
     prepared less often, and short enough blocks for an even end.
     """
-    measured = MEASURED.get((num_tiles, dim, weight_format))
+    key = (num_tiles, dim, weight_format)
+    measured = MEASURED.get(key)
     if measured is not None:
         warps_k, warps_n, tiles, depth = measured
-        return GemvPlan(warps_k=warps_k, warps_n=warps_n, tiles=tiles, depth=depth)
+        return GemvPlan(
+            warps_k=warps_k, warps_n=warps_n, tiles=tiles, depth=depth, lean=key in LEAN
+        )
     device_format = FORMATS[weight_format]
     num_blocks = dim // device_format.block
     is_large = num_tiles >= 16 * NUM_SMS
@@ -207,9 +224,11 @@ def suits_weight(weight: Weight, tile_rows: int) -> bool:
 
 
 def kernel_name(kernel: str, weight_format: str, plan: GemvPlan, *flags: bool) -> str:
-    """A kernel's instance in C++: format, ring depth, and its flags."""
+    """A kernel's instance in C++: format, ring depth, its flags, and `linear`'s launch bounds."""
     arguments = [FORMATS[weight_format].struct, str(plan.depth)]
     arguments += [str(flag).lower() for flag in flags]
+    if kernel == "linear_kernel":
+        arguments.append(plan.bounds)
     return f"{kernel}<{', '.join(arguments)}>"
 
 
