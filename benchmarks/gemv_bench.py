@@ -111,7 +111,7 @@ def make_experts(
     def run(i: int, plan: GemvPlan | None, pdl: bool) -> object:
         routing, weight = routings[i % sets], weights[i // sets % num_layers]
         if is_up:
-            return launch_up(routing, weight, weight, plan=plan, pdl=pdl)
+            return launch_up(routing, weight, plan=plan, pdl=pdl)
         return launch_down(routing, act_AF, weight, residual_TD=residual_TD, plan=plan, pdl=pdl)
 
     return Case(run=run, num_copies=sets * num_layers, num_bytes=num_bytes)

@@ -159,7 +159,7 @@ class Chain:
             # `down` reads the ids before it waits, which `route` just before it does not allow.
             routing = layer.routing
         else:
-            act_AF = launch_up(routing, layer.gate_up, layer.down, plan=plans["up"], pdl=pdl)
+            act_AF = launch_up(routing, layer.gate_up, plan=plans["up"], pdl=pdl)
         if without == "down":
             return x_TD
         return launch_down(
@@ -276,13 +276,8 @@ def joint_records(chain: Chain, *, num_best: int, num_replays: int) -> Iterator[
         return quick[key]
 
     def ranked(stage: str, given: Plans) -> list[GemvPlan]:
-        fetch = table["up"].fetch
-        tried = [plan for plan in chain.sizes.all_plans(stage) if plan.fetch in (0, fetch)]
-        tried.sort(key=lambda plan: quick_us({**given, stage: plan}))
-        if stage != "up" or not chain.sizes.is_ahead:
-            return tried
-        best = [replace(plan, fetch=fetch) for plan in tried[:6] for fetch in (0, 1, 2)]
-        return sorted(dict.fromkeys(best), key=lambda plan: quick_us({**given, stage: plan}))
+        tried = chain.sizes.all_plans(stage)
+        return sorted(tried, key=lambda plan: quick_us({**given, stage: plan}))
 
     def pairs(outputs: Iterable[GemvPlan], ups: Sequence[GemvPlan]) -> list[dict[str, GemvPlan]]:
         return [{**plans, "output": output, "up": up} for output in outputs for up in ups]

@@ -148,8 +148,6 @@ class Sizes:
         if self.num_tokens == 1 and (name == "qkv" or (name, self.is_ahead) == ("output", False)):
             few = [plan for plan in plans if plan.depth <= 4 and units_of_thread(key[1], plan) <= 2]
             plans += [replace(plan, lean=True) for plan in few]
-        if self._is_ahead(name) and name == "up":
-            plans = [replace(plan, fetch=fetch) for plan in plans for fetch in (0, 1, 2)]
         return list(dict.fromkeys([best, *plans]))
 
     def job(self, name: str, plan: GemvPlan | None) -> Job:
@@ -238,7 +236,7 @@ def print_tables(records: Iterable[dict[str, Any]]) -> None:
         if record["kernel"] == "down":
             down[key] = (plan.warps_k, plan.depth)
         elif record.get("is_ahead") and record["kernel"] in ("output", "up"):
-            ahead[key] = (*plan_row(plan), plan.fetch)
+            ahead[key] = plan_row(plan)
         else:
             gemv[key] = plan_row(plan)
             (lean.add if plan.lean else lean.discard)(key)

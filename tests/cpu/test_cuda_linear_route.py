@@ -186,27 +186,6 @@ def test_a_layer_of_odd_sizes(randn, weight_format, renormalize):
     )
 
 
-@pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize("fetch", [1, 2])
-@pytest.mark.usefixtures("kernels", "poisoned")
-def test_weights_that_are_fetched_ahead(randn, device, weight_format, fetch):
-    """All of gate and up of the chosen expert, and of down, is asked for; the sums stay."""
-    layer = Layer(randn, E=3, top_k=1, N=128, D=1024, hidden=1024, weight_format=weight_format)
-    _, routing = layer.route()
-    # The last of 11 blocks has few rows.
-    plan = GemvPlan(warps_k=4, warps_n=3, tiles=4, depth=2, fetch=fetch)
-    if device.type == "cpu":
-        emulator().take_num_fetched()
-    act_AF = cuda_experts.launch_up(routing, layer.gate_up, layer.down, plan=plan)
-    if device.type == "cpu":
-        fetched = [layer.gate_up, layer.down][:fetch]
-        num_bytes = sum(w.nbytes if w.format == "int4" else w.codes.nbytes for w in fetched)
-        assert emulator().take_num_fetched() * 3 == num_bytes
-    late = replace(plan, fetch=0)
-    expected_AF = cuda_experts.launch_up(routing, layer.gate_up, layer.down, plan=late)
-    assert torch.equal(act_AF, expected_AF)
-
-
 PLANS = {
     "parts": (5, 1, 384, GemvPlan(warps_k=2, depth=2)),
     "two fours": (20, 3, 384, GemvPlan(warps_k=3, depth=4)),
@@ -299,7 +278,7 @@ def test_launches_leave_scores_unset_and_give_equal_bits(randn):
 
 @pytest.mark.usefixtures("kernels", "poisoned")
 def test_the_next_launch_starts_after_ids_are_unset(randn, device, monkeypatch):
-    """Whatever is in their memory: the last block lets it start after waiting, with ids unset."""
+    """Whatever is in their memory: the first block lets it start after waiting, with ids unset."""
     if device.type == "cuda":
         pytest.skip("watches the emulator")
     layer = Layer(randn, E=12, top_k=3, N=256, D=128)
@@ -307,10 +286,9 @@ def test_the_next_launch_starts_after_ids_are_unset(randn, device, monkeypatch):
 
     def watched(source, name, grid, block, args, **options):
         ids = args[-4]
-        last = grid[0] - 1
 
         def callback(number, has_waited):
-            seen.append((number == last, bool(has_waited), ids.tolist()))
+            seen.append((number == 0, bool(has_waited), ids.tolist()))
 
         handle = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_int)(callback)
         library = emulator()
@@ -320,8 +298,8 @@ def test_the_next_launch_starts_after_ids_are_unset(randn, device, monkeypatch):
 
     monkeypatch.setattr(runtime, "launch", watched)
     layer.route()
-    of_last = [entry for entry in seen if entry[0]]
-    assert of_last == [(True, True, [[cuda_route.UNSET_BITS] * 3])]
+    of_first = [entry for entry in seen if entry[0]]
+    assert of_first == [(True, True, [[cuda_route.UNSET_BITS] * 3])]
     assert len(seen) > 100  # every thread of the others
 
 

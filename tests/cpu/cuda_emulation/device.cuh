@@ -7,6 +7,7 @@
 #ifndef SUBTEN_DEVICE_CUH
 #define SUBTEN_DEVICE_CUH
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -67,8 +68,8 @@ inline std::function<void()> body;
 inline std::vector<bool> has_waited;
 // What happens when all threads of a block have come to the wait, if anything.
 inline std::function<void()> at_wait;
-// Bytes brought to L2.
-inline i64 num_fetched;
+// Whether blocks run from the last to the first.
+inline bool is_backwards;
 // What happens when a thread lets the next kernel start, if anything.
 inline std::function<void()> at_launch_dependents;
 // What happens when a block has ended, if anything.
@@ -146,6 +147,7 @@ inline void run_grid(dim3 grid, int num_threads, int shared_bytes, std::function
     for (int z = 0; z < grid.z; ++z)
         for (int y = 0; y < grid.y; ++y)
             for (int x = 0; x < grid.x; ++x) blocks.push_back({x, y, z});
+    if (is_backwards) std::reverse(blocks.begin(), blocks.end());
     is_again = false;
     while (!blocks.empty()) {
         put_off.clear();
@@ -194,7 +196,6 @@ inline void fetch_to_l2(const void* from, int num_bytes) {
     volatile u8 seen;
     for (int i = 0; i < num_bytes; ++i) seen = static_cast<const u8*>(from)[i];
     (void)seen;
-    emulation::num_fetched += num_bytes;
 }
 inline void fetch_line(const void* at) {
     volatile u8 seen = *static_cast<const u8*>(at);

@@ -34,12 +34,11 @@ using emulation::unpack;
 #define ROUTE_AHEAD(FORMAT, DEPTH, UNITS, QUADS)                                             \
     EACH("linear_route_kernel<" #FORMAT ", " #DEPTH ", " #UNITS ", " #QUADS ">",             \
          (linear_route_kernel<FORMAT, DEPTH, UNITS, QUADS, 512, 1>))
-#define UP_AHEAD(FORMAT, DEPTH, UNITS, FETCHES)                                              \
-    EACH("up_ahead_kernel<" #FORMAT ", " #DEPTH ", " #UNITS ", " #FETCHES ">",               \
-         (up_ahead_kernel<FORMAT, DEPTH, UNITS, FETCHES, 512, 1>))
+#define UP_AHEAD(FORMAT, DEPTH, UNITS)                                                       \
+    EACH("up_ahead_kernel<" #FORMAT ", " #DEPTH ", " #UNITS ">",                             \
+         (up_ahead_kernel<FORMAT, DEPTH, UNITS, 512, 1>))
 #define AHEAD(FORMAT, DEPTH, UNITS)                                                          \
-    UP_AHEAD(FORMAT, DEPTH, UNITS, false), UP_AHEAD(FORMAT, DEPTH, UNITS, true),             \
-        ROUTE_AHEAD(FORMAT, DEPTH, UNITS, 1),                                                \
+    UP_AHEAD(FORMAT, DEPTH, UNITS), ROUTE_AHEAD(FORMAT, DEPTH, UNITS, 1),                    \
         ROUTE_AHEAD(FORMAT, DEPTH, UNITS, 3), ROUTE_AHEAD(FORMAT, DEPTH, UNITS, 6),          \
         ROUTE_AHEAD(FORMAT, DEPTH, UNITS, 0)
 #define AHEADS(FORMAT)                                                                       \
@@ -72,6 +71,8 @@ extern "C" int emulate(const char* name, int x, int y, int z, int block, int sha
     auto found = kernels.find(name);
     if (found == kernels.end()) found = kernels.find(shorter);
     if (found == kernels.end()) return 1;
+    // Its first block waits for the others.
+    emulation::is_backwards = shorter.rfind("linear_route_kernel", 0) == 0;
     emulation::run_grid({x, y, z}, block, shared_bytes, [&] { found->second(args); });
     return 0;
 }
@@ -85,6 +86,3 @@ extern "C" void watch_launch_dependents(void (*callback)(int block, int has_wait
             callback(blockIdx.x, emulation::has_waited[emulation::current]);
         };
 }
-
-// Bytes that kernels have asked for ahead since the last call.
-extern "C" long long take_num_fetched() { return std::exchange(emulation::num_fetched, 0); }

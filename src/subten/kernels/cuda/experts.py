@@ -54,7 +54,7 @@ def plan_up_ahead(top_k: int, hidden: int, dim: int, weight_format: str) -> Gemv
 MEASURED_DOWN: Mapping[tuple[int, int, str], tuple[int, int]] = {
     (8, 768, "none"): (2, 6),
     (8, 768, "fp8"): (2, 4),
-    (8, 768, "int4"): (2, 6),
+    (8, 768, "int4"): (1, 4),
     (2, 14336, "none"): (8, 8),
     (2, 14336, "fp8"): (8, 2),
     (2, 14336, "int4"): (8, 2),
@@ -96,24 +96,16 @@ def experts(
         return grouped.grouped(routing, gate_up, down, residual_TD=residual_TD, pdl=pdl)
     elif not _suits(routing, gate_up, down, residual_TD):
         return triton_experts.experts(routing, gate_up, down, residual_TD=residual_TD)
-    act_AF = launch_up(routing, gate_up, down, plan=up_plan, pdl=pdl)
+    act_AF = launch_up(routing, gate_up, plan=up_plan, pdl=pdl)
     return launch_down(routing, act_AF, down, residual_TD=residual_TD, plan=down_plan, pdl=pdl)
 
 
 def launch_up(
-    routing: Routing,
-    gate_up: Weight,
-    down: Weight,
-    *,
-    plan: GemvPlan | None = None,
-    pdl: bool = True,
+    routing: Routing, gate_up: Weight, *, plan: GemvPlan | None = None, pdl: bool = True
 ) -> torch.Tensor:
-    """silu(gate h) * (up h) of each assignment: bfloat16 [A, F]; one launch.
-
-    Where the routing is `ahead` and the plan says so it fetches rows of `down` for the next one.
-    """
+    """silu(gate h) * (up h) of each assignment: bfloat16 [A, F]; one launch."""
     if routing.ahead is not None:
-        return _launch_up_ahead(routing, routing.ahead, gate_up, down, plan, pdl)
+        return _launch_up_ahead(routing, routing.ahead, gate_up, plan, pdl)
     num_tokens, top_k = routing.topk_id_TK.shape
     _, double_hidden, dim = gate_up.shape
     hidden = double_hidden // 2
@@ -150,7 +142,6 @@ def _launch_up_ahead(
     routing: Routing,
     ahead: RoutedAhead,
     gate_up: Weight,
-    down: Weight,
     plan: GemvPlan | None,
     pdl: bool,
 ) -> torch.Tensor:
@@ -159,7 +150,6 @@ def _launch_up_ahead(
     hidden = double_hidden // 2
     plan = plan or plan_up_ahead(top_k, hidden, dim, gate_up.format)
     plan.check(dim, FORMATS[gate_up.format])
-    fetches_down = plan.fetch == 2 and down.format == gate_up.format
     device = ahead.x_TD.device
     act_AF = torch.empty(top_k, hidden, dtype=torch.bfloat16, device=device)
     runtime.launch(
@@ -185,8 +175,6 @@ def _launch_up_ahead(
             plan.tiles,
             int(ahead.renormalize),
             float(ahead.scaling_factor),
-            down.codes if fetches_down else None,
-            down.scale if fetches_down else None,
         ),
         device=device,
         shared_bytes=linear_shared(gate_up.format, 1, dim, plan) + 4 * num_experts,
@@ -203,9 +191,7 @@ def up_ahead_name(weight_format: str, plan: GemvPlan, dim: int) -> str:
     """The instance in C++ of gate and up after `linear_route`."""
     blocks = max(1, 65536 // (plan.num_threads * UP_AHEAD_REGISTERS[plan.depth]))
     struct, units = FORMATS[weight_format].struct, units_of_thread(dim, plan)
-    fetches = str(plan.fetch > 0).lower()
-    bounds = f"{plan.num_threads}, {blocks}"
-    return f"up_ahead_kernel<{struct}, {plan.depth}, {units}, {fetches}, {bounds}>"
+    return f"up_ahead_kernel<{struct}, {plan.depth}, {units}, {plan.num_threads}, {blocks}>"
 
 
 def launch_down(

@@ -61,9 +61,8 @@ class GemvPlan:
     `tiles` tiles of 16 rows in turn; a warp keeps `depth` KiB of weights in flight. `warps_k`
     decides the order of sums, so it must not depend on the number of tokens: a token's bits are
     the same alone and among others. With `starts_early` the launch may begin, and fetch weights,
-    while the one ahead still runs (programmatic dependent launch). Gate and up after `linear_route`
-    bring into L2, once they know the experts: with `fetch` 1 all of their own rows, with 2 those of
-    down too. A `lean` product takes 80 registers a thread at most, or 64 in 16 warps, so that
+    while the one ahead still runs (programmatic dependent launch).
+    A `lean` product takes 80 registers a thread at most, or 64 in 16 warps, so that
     blocks of the launches before and after find room beside its own.
     """
 
@@ -72,7 +71,6 @@ class GemvPlan:
     tiles: int = 1
     depth: int = 4
     starts_early: bool = True
-    fetch: int = 0
     lean: bool = False
 
     @property
@@ -169,13 +167,15 @@ def plan_gemv(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
     )
 
 
-MEASURED_AHEAD: Mapping[tuple[int, int, str], tuple[int, int, int, int, int]] = {
-    (128, 4096, "none"): (16, 1, 1, 2, 0),
-    (128, 4096, "fp8"): (16, 1, 1, 2, 0),
-    (128, 4096, "int4"): (16, 1, 1, 2, 0),
+MEASURED_AHEAD: Mapping[tuple[int, int, str], tuple[int, int, int, int]] = {
+    (128, 4096, "none"): (16, 1, 1, 6),
+    (128, 4096, "fp8"): (8, 1, 1, 4),
+    (128, 4096, "int4"): (8, 1, 1, 4),
+    (768, 2048, "none"): (8, 1, 2, 4),
+    (256, 4096, "fp8"): (8, 2, 1, 4),
+    (3584, 4096, "fp8"): (2, 8, 4, 6),
 }
-"""As MEASURED, of the output product and of gate and up where experts are chosen ahead, and what
-these fetch."""
+"""As MEASURED, of the output product and of gate and up where experts are chosen ahead."""
 
 
 def plan_ahead(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
@@ -187,8 +187,8 @@ def plan_ahead(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
         while units_of_thread(dim, plan) > KEPT_UNITS and plan.num_threads <= 256:
             plan = replace(plan, warps_n=2 * plan.warps_n)
         return plan
-    warps_k, warps_n, tiles, depth, fetch = measured
-    return GemvPlan(warps_k=warps_k, warps_n=warps_n, tiles=tiles, depth=depth, fetch=fetch)
+    warps_k, warps_n, tiles, depth = measured
+    return GemvPlan(warps_k=warps_k, warps_n=warps_n, tiles=tiles, depth=depth)
 
 
 def choose_depth(device_format: DeviceFormat, blocks_of_warp: int, warps_sm: int) -> int:

@@ -7,15 +7,16 @@
 //
 // a bf16, x and the residual float32.
 //
-//   block of threads b: its rows of W, as linear.cu;  and job b = p * E + e: part p of r_e
-//   the last block: waits for the parts, adds them, ranks the experts and hands out their ids
+//   block of threads 0: waits for the parts, adds them, ranks the experts and hands out their ids
+//   block 1 + b: its rows of W, as linear.cu;  and job b = p * E + e: part p of r_e
 //
 // Parts are UNSET between launches and the ids from the start of this one, so each is its own
 // signal: no counter. `up_ahead_kernel`, the next launch, waits for ids before this launch has
 // ended. That cannot lock up: it starts once every block of this launch has started or ended, and
-// no block of this launch but the last waits for another. It sees no id of an earlier launch: it
-// starts after the last block has let it, which that does once the kernels ahead have ended
-// (nobody reads the ids of a layer before) and ids that are UNSET are in memory.
+// only block 0 waits for others, which find room beside it on any device that holds two blocks. It
+// sees no id of an earlier launch: it starts after block 0 has let it, which that does once the
+// kernels ahead have ended (nobody reads the ids of a layer before) and ids that are UNSET are in
+// memory. Block 0 comes first so that it starts beside the kernel ahead.
 // Bytes: those of linear.cu; E * M * 4 of the folded matrix, once, asked for before the wait.
 #include "gemv.cuh"
 #include "select.cuh"
@@ -53,54 +54,69 @@ INLINE void rank_experts(int* topk_id, const int* key, int num_experts, int top_
         for (int i = thread & (lanes - 1); i * 4 < num_experts; i += lanes) {
             const uint4 four = reinterpret_cast<const uint4*>(key)[i];
             const int other[4] = {(int)four.x, (int)four.y, (int)four.z, (int)four.w};
-            // As good and earlier is better too.
+            // As good and earlier is better too: at e's own four, element by element.
+            const int least = i < e / 4 ? own - 1 : own;
 #pragma unroll
-            for (int j = 0; j < 4; ++j) rank += other[j] > own - (i * 4 + j < e);
+            for (int j = 0; j < 4; ++j) rank += other[j] > least;
+#pragma unroll
+            for (int j = 0; j < 3; ++j) rank += i == e / 4 && j < e % 4 && other[j] == own;
         }
         float better = rank;
         for (int mask = lanes / 2; mask > 0; mask /= 2) better += shuffle_xor(better, mask);
-        if (is_real && thread % lanes == 0 && e < num_experts && better < top_k)
+        if (is_real && (thread & (lanes - 1)) == 0 && e < num_experts && better < top_k)
             publish(topk_id + static_cast<int>(better), e);
     }
 }
 
-// The last block. `shared` holds keys of E experts, up to a multiple of 4, and E * P floats. Only
-// one thread lets the next launch start: the block counts from its first that does.
+// Block 0. `shared` holds keys of E experts, up to a multiple of 4, and E * P floats. Only one thread
+// lets the next launch start: the block counts from its first that does.
 INLINE void pick_experts(float* part_score, float* score, int* topk_id, u8* shared,
                          int num_experts, int num_parts, int top_k) {
     const int thread = threadIdx.x, num_threads = blockDim.x, lane = thread % WARP;
+    const int padded = (num_experts + 3) / 4 * 4, num_jobs = num_experts * num_parts;
     int* key = reinterpret_cast<int*>(shared);
-    float* part = reinterpret_cast<float*>(key + (num_experts + 3) / 4 * 4);
-    wait_for_previous_kernels();
-    if (thread < WARP) {
-        if (lane < top_k) publish(topk_id + lane, UNSET);
-        fence();
-        sync_warp();
-        if (lane == 0) launch_dependents();
-    }
-    // First with zeros while the scores are on their way, so that the code is there when they are.
+    float* part = reinterpret_cast<float*>(key + padded);
+    // First with zeros, before the wait, so that the code is there when the scores are.
 #pragma unroll 1
     for (int round = 0; round < 2; ++round) {
         const bool is_real = round == 1;
+        if (is_real) {
+            wait_for_previous_kernels();
+            if (thread < WARP) {
+                if (lane < top_k) publish(topk_id + lane, UNSET);
+                fence();
+                sync_warp();
+                if (lane == 0) launch_dependents();
+            }
+        }
+        auto take = [&](int e, float sum) {
+            key[e] = sort_key(sum);
+            if (is_real) score[e] = sum;
+        };
+        if (thread < padded - num_experts) key[num_experts + thread] = TAKEN;
 #pragma unroll 1
-        for (int i = thread; i < num_experts * num_parts; i += num_threads) {
+        for (int i = thread; i < num_jobs; i += num_threads) {
             float v = 0;
             if (is_real) {
                 do v = poll(part_score + i);
                 while (float_bits(v) == UNSET);
                 part_score[i] = bits_float(UNSET);
             }
-            part[i] = v;
+            if (num_parts == 1)
+                take(i, v);
+            else
+                part[i] = v;
         }
         __syncthreads();
+        if (num_parts > 1) {
 #pragma unroll 1
-        for (int e = thread; e < (num_experts + 3) / 4 * 4; e += num_threads) {
-            float sum = 0;
-            for (int p = 0; p < num_parts && e < num_experts; ++p) sum += part[p * num_experts + e];
-            key[e] = e < num_experts ? sort_key(sum) : TAKEN;
-            if (is_real && e < num_experts) score[e] = sum;
+            for (int e = thread; e < num_experts; e += num_threads) {
+                float sum = 0;
+                for (int p = 0; p < num_parts; ++p) sum += part[p * num_experts + e];
+                take(e, sum);
+            }
+            __syncthreads();
         }
-        __syncthreads();
         rank_experts(topk_id, key, num_experts, top_k, is_real);
         __syncthreads();
     }
@@ -117,8 +133,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
                         int* topk_id, int num_experts, int num_parts, int top_k) {
     DYNAMIC_SHARED(dynamic_shared);
     __shared__ float4 sums[MAX_WARPS / 4];
-    const int num_blocks = gridDim.x - 1, block = blockIdx.x;
-    if (block == num_blocks) {
+    const int num_blocks = gridDim.x - 1, block = blockIdx.x - 1;
+    if (block < 0) {
         pick_experts(part_score, score, topk_id, dynamic_shared, num_experts, num_parts, top_k);
         return;
     }

@@ -6,10 +6,6 @@
 // Letters and tiles as `up_kernel` of experts.cu; r [E] the router's raw scores. A block waits for
 // the id of its expert alone and asks for weights at once, while x is still being computed; the
 // norm's factor is one number for all of x, and comes in at the end.
-//
-// FETCHES: the first half of the blocks ask L2 for all rows of gate and up as soon as they know the
-// experts, the second half for all of down, if it is given. Then the memory works on from one
-// launch to the next, and x need not wait in line behind the ring's loads, which come after it.
 // Bytes: K * 2 * F * D * bits / 8, each row once; D * 4 of x a block of threads (from L2); K * F * 2
 // of act.
 #include "gemv.cuh"
@@ -34,46 +30,14 @@ INLINE void store_expert_weights(float* topk_weight, const float* score, const i
     if (lane < top_k) topk_weight[lane] = own * scaling_factor;
 }
 
-// Asks L2 for rows of a weight.
-template <class Format>
-INLINE void fetch_rows(const u8* codes, const void* scale, i64 first, int num_rows, int dim) {
-    if (num_rows <= 0) return;
-    const int blocks = dim / Layout<Format>::BLOCK;
-    fetch_to_l2(codes + first * (blocks * 64), num_rows * blocks * 64);
-    if (Format::HAS_GROUP_SCALE && blocks % 8 == 0)
-        fetch_to_l2(reinterpret_cast<const u16*>(scale) + first * blocks, num_rows * blocks * 2);
-}
-
-// By one thread of a block: blocks y of the first half take their own features, then those of one
-// of the second half, which take rows of down.
-template <class Format>
-INLINE void fetch_expert(const u8* codes, const void* scale, const u8* down_codes,
-                         const void* down_scale, int expert, int dim, int hidden,
-                         int features_each) {
-    const int y = blockIdx.y, parts = (gridDim.y + 1) / 2;
-    if (y < parts) {
-        for (int block = y; block < gridDim.y; block += parts) {
-            const i64 first = block * features_each, gate = (i64)expert * 2 * hidden + first;
-            const int left = hidden - first, num_rows = left < features_each ? left : features_each;
-            fetch_rows<Format>(codes, scale, gate, num_rows, dim);
-            fetch_rows<Format>(codes, scale, gate + hidden, num_rows, dim);
-        }
-    } else if (down_codes) {
-        const int part = y - parts, of = gridDim.y - parts;
-        const int begin = dim * part / of, end = dim * (part + 1) / of;
-        fetch_rows<Format>(down_codes, down_scale, (i64)expert * dim + begin, end - begin, hidden);
-    }
-}
-
 // UNITS of 8 inputs are all of x that a thread has. BLOCKS of THREADS should find registers on an
 // SM.
-template <class Format, int DEPTH, int UNITS, bool FETCHES, int THREADS, int BLOCKS>
+template <class Format, int DEPTH, int UNITS, int THREADS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS)
     up_ahead_kernel(const u8* codes, const void* scale, const float* x, const u16* norm_weight,
                     float eps, const float* score, const int* topk_id, float* topk_weight, u16* act,
                     int num_experts, int top_k, int dim, int hidden, int warps_k, int tiles_each,
-                    int renormalize, float scaling_factor, const u8* down_codes,
-                    const void* down_scale) {
+                    int renormalize, float scaling_factor) {
     DYNAMIC_SHARED(dynamic_shared);
     __shared__ float4 squares[MAX_WARPS / 4];
     __shared__ int chosen[WARP];
@@ -112,9 +76,6 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
         do id = poll(topk_id + blockIdx.x);
         while (id == UNSET);
         own_expert = id;
-        if constexpr (FETCHES)
-            fetch_expert<Format>(codes, scale, down_codes, down_scale, id, dim, hidden,
-                                 features_each);
     }
     __syncthreads();
     const int expert = own_expert;
@@ -126,23 +87,17 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
         up_scale = load_constant_float(row_scale + hidden + feature);
     }
 
-    float whole[UNITS][8] = {};
-    auto load_x = [&] {
+    auto prologue = [&] {
         wait_for_previous_kernels();
         // Only now: `down_kernel` reads the ids before it waits for this kernel, and they are all
         // there once every block of this kernel has come here.
         launch_dependents();
+        float whole[UNITS][8] = {};
 #pragma unroll
         for (int i = 0; i < UNITS; ++i) {
             const int u = thread + i * num_threads;
             if (u < units) load8(whole[i], x, u, false);
         }
-    };
-    auto begin = [&] {
-        if constexpr (FETCHES) load_x();
-    };
-    auto prologue = [&] {
-        if constexpr (!FETCHES) load_x();
         if (weighs) {
 #pragma unroll 1
             for (int e = thread; e < num_experts; e += num_threads)
@@ -165,8 +120,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
         __syncthreads();
     };
     float* partial = shared.partial + (warp_n * tiles_each * warps_k + warp_k) * PARTIAL;
-    stream<Format, DEPTH>(cursor, num_tiles, first_block, shared, 0, lane % 4 * 2, lane, begin,
-                          prologue,
+    stream<Format, DEPTH>(cursor, num_tiles, first_block, shared, 0, lane % 4 * 2, lane, prologue,
                           [&](int tile, const float(&d)[4]) {
                               store_partial(partial + tile * warps_k * PARTIAL, d, lane);
                           });
