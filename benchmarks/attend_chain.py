@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from gemv_chain import PLANNED, STAGES, Chain, Layer
-from gemv_setup import DEVICE, Job, Sizes, compile_all
+from gemv_chain import Chain, Layer
+from gemv_setup import DEVICE, PLANNED, Job, Sizes, compile_all
 from subten.bench.shapes import SHAPES
 from subten.codecs import KVFormat, kv_format
 from subten.codecs.rotation import hadamard
@@ -260,7 +260,8 @@ def measure_chains(
             (shape, Step.of(sizes, codec, context)) for codec in codecs for context in contexts
         ]
     jobs = {job for _, step in cases for job in step.jobs()}
-    jobs |= {job for _, step in cases for job in step.sizes.jobs(STAGES, with_all_plans=False)}
+    for _, step in cases:
+        jobs |= step.sizes.jobs(step.sizes.stages(), with_all_plans=False)
     compile_all(jobs)
     chain: Chain | None = None
     for shape, step in cases:

@@ -4,6 +4,8 @@
     gemv_bench.py --chain --plans all > plans.jsonl    plans, judged by the time of the layer
     gemv_bench.py --chain --attention int4 1024 ...    with attention in its place, as in a step
     gemv_bench.py --chain --early                      which launches should start early
+    gemv_bench.py --chain --ways apart ahead           router by itself, or in the output product
+    gemv_bench.py --chain --plans joint                output and up sought together
     gemv_bench.py --kernel head --plans all > head.jsonl
     gemv_bench.py --table plans.jsonl head.jsonl       the tables of gemv.py and experts.py
 
@@ -22,7 +24,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,8 @@ import torch
 
 from attend_bench import fill
 from attend_chain import Step
-from gemv_chain import STAGES, Chain, chain_records, early_records, search_records
-from gemv_setup import DEVICE, Sizes, compile_all, graph_us, print_tables, random_weight
+from gemv_chain import Chain, chain_records, early_records, joint_records, search_records
+from gemv_setup import DEVICE, Job, Sizes, compile_all, graph_us, print_tables, random_weight
 from subten.bench.shapes import SHAPES
 from subten.config import ModelConfig
 from subten.engine.roof import measure_roof
@@ -205,12 +207,18 @@ def sizes_records(sizes: Sizes, args: argparse.Namespace) -> Iterator[Record]:
         step = attention_step(sizes, args)
         chain.set_pages(lambda: step.make_pages(fill))
         chain.attention = step.one_launch(step.chosen_plan())
-    if args.early:
-        yield from early_records(chain, num_replays=args.replays)
-    elif args.plans == "all":
-        yield from search_records(chain, num_best=args.best, num_replays=args.replays)
-    else:
-        yield from chain_records(chain, num_replays=args.replays)
+    for way in args.ways:
+        chain.sizes = replace(sizes, is_ahead=way == "ahead")
+        if args.early:
+            records = early_records(chain, num_replays=args.replays)
+        elif args.plans == "all":
+            records = search_records(chain, num_best=args.best, num_replays=args.replays)
+        elif args.plans == "joint":
+            records = joint_records(chain, num_best=args.best, num_replays=args.replays)
+        else:
+            records = chain_records(chain, num_replays=args.replays)
+        for record in records:
+            yield record | {"is_ahead": chain.sizes.is_ahead}
 
 
 def measure(args: argparse.Namespace) -> Iterator[Record]:
@@ -219,9 +227,13 @@ def measure(args: argparse.Namespace) -> Iterator[Record]:
         (shape, Sizes(config=SHAPES[shape], weight_format=name, num_tokens=args.tokens))
         for shape, name in itertools.product(args.shape, args.format)
     ]
-    kernels = STAGES if args.chain else args.kernel
-    with_all_plans = args.plans == "all"
-    jobs = {job for _, s in cases for job in s.jobs(kernels, with_all_plans=with_all_plans)}
+    with_all_plans = args.plans != "table"
+    jobs: set[Job] = set()
+    for _, sizes in cases:
+        for way in args.ways if args.chain else ["apart"]:
+            of_way = replace(sizes, is_ahead=way == "ahead")
+            kernels = of_way.stages() if args.chain else args.kernel
+            jobs |= of_way.jobs(kernels, with_all_plans=with_all_plans)
     if args.attention:
         jobs |= {job for _, sizes in cases for job in attention_step(sizes, args).jobs()}
     compile_all(jobs)
@@ -249,7 +261,10 @@ def main() -> None:
         "--attention", nargs=2, metavar=("CODEC", "CONTEXT"), help="with --chain: as in a layer"
     )
     parser.add_argument("--early", action="store_true", help="with --chain: each launch late")
-    parser.add_argument("--plans", choices=("table", "all"), default="table")
+    parser.add_argument(
+        "--ways", choices=("apart", "ahead"), nargs="+", default=["apart"], help="with --chain"
+    )
+    parser.add_argument("--plans", choices=("table", "all", "joint"), default="table")
     parser.add_argument("--best", type=int, default=5, help="with --plans all: print so many")
     parser.add_argument("--tokens", type=int, default=1)
     parser.add_argument("--cold-mb", type=float, default=300.0)
@@ -260,6 +275,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.early and not args.chain:
         parser.error("--early needs --chain")
+    if args.plans == "joint" and not args.chain:
+        parser.error("--plans joint needs --chain")
+    if "ahead" in args.ways and args.tokens != 1:
+        parser.error("--ways ahead: one token")
     if args.attention and not args.chain:
         parser.error("--attention needs --chain")
     if args.table is not None:

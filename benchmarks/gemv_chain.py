@@ -2,27 +2,28 @@
 
 x -> qkv -> heads as if attended -> output -> route -> up -> down -> x of the next layer
 
-`attend_chain.py` puts attention in its place.
+or without `route`, whose work the output product then does. `attend_chain.py` puts attention in
+its place.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from gemv_setup import DEVICE, Sizes, graph_us, random_weight
+from gemv_setup import DEVICE, PLANNED, Sizes, graph_us, random_weight
 from subten.kernels.cuda.experts import launch_down, launch_up
 from subten.kernels.cuda.gemv import GemvPlan, linear
+from subten.kernels.cuda.linear_route import linear_route
 from subten.kernels.cuda.route import route
+from subten.kernels.linear_route import Router, fold_router
 from subten.kernels.route import Routing
 from subten.kernels.weight_formats import Weight
 
-PLANNED = ("qkv", "output", "up", "down")
-STAGES = (*PLANNED, "route")
 MIN_LAYERS = 8
 
 Plans = Mapping[str, GemvPlan]
@@ -34,7 +35,7 @@ class Layer:
 
     qkv: Weight
     output: Weight
-    gate_ED: torch.Tensor
+    router: Router
     gate_up: Weight
     down: Weight
     routing: Routing
@@ -47,6 +48,7 @@ class Chain:
     def __init__(self, sizes: Sizes, *, cold_mb: float) -> None:
         config, tokens = sizes.config, sizes.num_tokens
         self.sizes, dim = sizes, config.d_model
+        self.has_fold = tokens == 1
         self.attention: Callable[[Layer, torch.Tensor], torch.Tensor] = self._as_if_attended
         self.norm_D = torch.ones(dim, dtype=torch.bfloat16, device=DEVICE)
         self.x_TD = torch.randn(tokens, dim, device=DEVICE)
@@ -58,7 +60,7 @@ class Chain:
         self.num_bytes = round(
             first.qkv.nbytes
             + first.output.nbytes
-            + first.gate_ED.nbytes
+            + first.router.gate_ED.nbytes
             + share * (first.gate_up.nbytes + first.down.nbytes)
         )
         num_layers = max(MIN_LAYERS, math.ceil(cold_mb * 1e6 / self.num_bytes))
@@ -69,10 +71,20 @@ class Chain:
         num_experts, dim, hidden = config.num_experts, config.d_model, config.d_ffn
         ids = [torch.randperm(num_experts, device=DEVICE)[: config.top_k] for _ in range(tokens)]
         shape = (tokens, config.top_k)
+        output = random_weight(dim, self.sizes.heads, weight_format=name)
+        gate_ED = torch.randn(num_experts, dim, device=DEVICE) * dim**-0.5
+        folded_EM = fold_router(gate_ED, self.norm_D, output) if self.has_fold else None
         return Layer(
             qkv=random_weight(self.sizes.qkv, dim, weight_format=name),
-            output=random_weight(dim, self.sizes.heads, weight_format=name),
-            gate_ED=torch.randn(num_experts, dim, device=DEVICE) * dim**-0.5,
+            output=output,
+            router=Router(
+                norm_weight_D=self.norm_D,
+                gate_ED=gate_ED,
+                eps=1e-6,
+                top_k=config.top_k,
+                renormalize=True,
+                folded_EM=folded_EM,
+            ),
             gate_up=random_weight(num_experts, 2 * hidden, dim, weight_format=name),
             down=random_weight(num_experts, dim, hidden, weight_format=name),
             routing=Routing(
@@ -125,12 +137,19 @@ class Chain:
             )
         if without != "output":
             heads_TN = self.attention(layer, qkv_TN)
-            x_TD = linear(heads_TN, layer.output, residual_TN=x_TD, plan=plans["output"], pdl=pdl)
-        if without != "route":
+            options = {"plan": plans["output"], "pdl": pdl}
+            if self.sizes.is_ahead:
+                x_TD, routing = linear_route(
+                    heads_TN, layer.output, layer.router, residual_TD=x_TD, **options
+                )
+                assert routing.ahead is not None, plans["output"]
+            else:
+                x_TD = linear(heads_TN, layer.output, residual_TN=x_TD, **options)
+        if without != "route" and not self.sizes.is_ahead:
             routing = route(
                 x_TD,
                 self.norm_D,
-                layer.gate_ED,
+                layer.router.gate_ED,
                 eps=1e-6,
                 top_k=self.sizes.config.top_k,
                 renormalize=True,
@@ -171,7 +190,9 @@ def chain_records(chain: Chain, *, num_replays: int) -> Iterator[dict[str, Any]]
         torch.cuda.synchronize()
         whole_us = chain.layer_us(plans, pdl=pdl, num_replays=num_replays)
         yield {"kernel": "layer", "pdl": pdl, "us": round(whole_us, 3), "bytes": chain.num_bytes}
-        for stage in STAGES:
+        for stage in chain.sizes.stages():
+            if chain.sizes.is_ahead and stage == "output":
+                continue  # `up` needs what it chooses
             us = chain.layer_us(plans, pdl=pdl, without=stage, num_replays=num_replays)
             yield {"kernel": f"layer without {stage}", "pdl": pdl, "us": round(us, 3)} | {
                 "saved_us": round(whole_us - us, 3)
@@ -198,10 +219,11 @@ def early_records(chain: Chain, *, num_replays: int) -> Iterator[dict[str, Any]]
             "bytes": chain.num_bytes,
         }
 
-    for late in ((), STAGES, *((stage,) for stage in STAGES)):
+    stages = chain.sizes.stages()
+    for late in ((), stages, *((stage,) for stage in stages)):
         yield measure(late)
     best: tuple[str, ...] = ()
-    for stage in sorted(STAGES, key=lambda stage: times[stage,]):
+    for stage in sorted(stages, key=lambda stage: times[stage,]):
         longer = (*best, stage)
         if longer not in times:
             yield measure(longer)
@@ -234,3 +256,53 @@ def search_records(chain: Chain, *, num_best: int, num_replays: int) -> Iterator
                     "key": chain.sizes.key(stage),
                     "plan": asdict(plan),
                 }
+
+
+def joint_records(chain: Chain, *, num_best: int, num_replays: int) -> Iterator[dict[str, Any]]:
+    """Plans of output and up sought together, then those of qkv and down, by the layer's time.
+
+    Registers of one launch decide how many blocks of the next are there before it ends, so that
+    neither is best by itself.
+    """
+    table = chain.sizes.table_plans(PLANNED)
+    plans: dict[str, GemvPlan] = dict(table)
+    quick: dict[tuple[GemvPlan, ...], float] = {}
+
+    def quick_us(given: Plans) -> float:
+        key = tuple(given[name] for name in PLANNED)
+        if key not in quick:
+            chain.warm(given)
+            quick[key] = chain.layer_us(given, num_replays=2)
+        return quick[key]
+
+    def ranked(stage: str, given: Plans) -> list[GemvPlan]:
+        tried = chain.sizes.all_plans(stage)
+        return sorted(tried, key=lambda plan: quick_us({**given, stage: plan}))
+
+    def pairs(outputs: Iterable[GemvPlan], ups: Sequence[GemvPlan]) -> list[dict[str, GemvPlan]]:
+        return [{**plans, "output": output, "up": up} for output in outputs for up in ups]
+
+    ups = ranked("up", plans)[:8]
+    outputs = [plan for up in ups[:2] for plan in ranked("output", {**plans, "up": up})[:5]]
+    first = sorted(pairs(dict.fromkeys(outputs), ups), key=quick_us)
+    # The best outputs again, with every plan of up.
+    for output in list(dict.fromkeys(given["output"] for given in first))[:2]:
+        given = {**plans, "output": output}
+        first += [{**given, "up": up} for up in ranked("up", given)[:3]]
+    plans = min(first, key=quick_us)
+    for stage in ("down", "qkv"):
+        plans[stage] = ranked(stage, plans)[0]
+    names = list(quick)
+    best = sorted(names, key=lambda key: quick[key])[:num_best]
+    for key in dict.fromkeys([*best, tuple(table[name] for name in PLANNED)]):
+        given = dict(zip(PLANNED, key, strict=True))
+        us = chain.layer_us(given, num_replays=num_replays)
+        yield {
+            "kernel": "layer",
+            "pdl": True,
+            "us": round(us, 3),
+            "bytes": chain.num_bytes,
+            "is_table": given == table,
+            "tried": len(quick),
+            "plans": {name: asdict(plan) for name, plan in given.items()},
+        }

@@ -7,29 +7,37 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import torch
 
 from subten.config import ModelConfig
-from subten.kernels.cuda import runtime
-from subten.kernels.cuda.experts import MEASURED_DOWN, UP_TILE, plan_down
+from subten.kernels.cuda import linear_route, runtime
+from subten.kernels.cuda.experts import MEASURED_DOWN, UP_TILE, plan_down, up_ahead_name
 from subten.kernels.cuda.gemv import (
     FORMATS,
+    KEPT_UNITS,
+    LEAN,
     MEASURED,
+    MEASURED_AHEAD,
     NUM_SMS,
     TILE_ROWS,
     GemvPlan,
     is_one_token,
     kernel_name,
+    plan_ahead,
     plan_gemv,
+    units_of_thread,
 )
 from subten.kernels.cuda.route import keys_of_lane
 from subten.kernels.weight_formats import Weight
 
 DEVICE = torch.device("cuda", 0)
+
+PLANNED = ("qkv", "output", "up", "down")
+"""Launches of a layer that have a plan."""
 
 Job = tuple[str, str]
 """A .cu file and the name of a kernel in it."""
@@ -80,11 +88,22 @@ def down_plans(best: GemvPlan, top_k: int, hidden: int, weight_format: str) -> I
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """The matrices of a model in one format: their plans, and the kernels that run them."""
+    """The matrices of a model in one format: their plans, and the kernels that run them.
+
+    `is_ahead`: the output product chooses the experts, and there is no launch for the router.
+    """
 
     config: ModelConfig
     weight_format: str
     num_tokens: int
+    is_ahead: bool = False
+
+    def stages(self) -> tuple[str, ...]:
+        """The launches of a layer around attention; the router's has no plan."""
+        return PLANNED if self.is_ahead else (*PLANNED, "route")
+
+    def _is_ahead(self, name: str) -> bool:
+        return self.is_ahead and name in ("output", "up")
 
     @property
     def heads(self) -> int:
@@ -112,6 +131,8 @@ class Sizes:
         """The plan that the op takes."""
         if name == "down":
             return plan_down(*self.key(name))
+        if self._is_ahead(name):
+            return plan_ahead(*self.key(name))
         return plan_gemv(*self.key(name))
 
     def table_plans(self, names: Iterable[str]) -> dict[str, GemvPlan]:
@@ -121,12 +142,20 @@ class Sizes:
     def all_plans(self, name: str) -> list[GemvPlan]:
         """Plans that are worth a try, the table's first."""
         best, key = self.table_plan(name), self.key(name)
-        return list(down_plans(best, *key) if name == "down" else gemv_plans(best, *key))
+        plans = list(down_plans(best, *key) if name == "down" else gemv_plans(best, *key))
+        if self._is_ahead(name):
+            plans = [plan for plan in plans if units_of_thread(key[1], plan) <= KEPT_UNITS]
+        if self.num_tokens == 1 and (name == "qkv" or (name, self.is_ahead) == ("output", False)):
+            few = [plan for plan in plans if plan.depth <= 4 and units_of_thread(key[1], plan) <= 2]
+            plans += [replace(plan, lean=True) for plan in few]
+        return list(dict.fromkeys([best, *plans]))
 
     def job(self, name: str, plan: GemvPlan | None) -> Job:
         """The kernel of a matrix or of the router."""
         if plan is None:
             return "route.cu", f"route_kernel<{keys_of_lane(self.config.num_experts)}>"
+        if self._is_ahead(name):
+            return self._job_ahead(name, plan)
         flags = []
         if name != "down":
             flags = [is_one_token(self.num_tokens, self.key(name)[1], plan)]
@@ -134,6 +163,14 @@ class Sizes:
             return "experts.cu", kernel_name(f"{name}_kernel", self.weight_format, plan, *flags)
         flags = [name == "output", *flags]
         return "linear.cu", kernel_name("linear_kernel", self.weight_format, plan, *flags)
+
+    def _job_ahead(self, name: str, plan: GemvPlan) -> Job:
+        config = self.config
+        if name == "up":
+            return "up_ahead.cu", up_ahead_name(self.weight_format, plan, config.d_model)
+        shape = (config.d_model, self.heads)
+        name = linear_route.kernel_name(self.weight_format, plan, shape, config.num_experts)
+        return "linear_route.cu", name
 
     def jobs(self, names: Iterable[str], *, with_all_plans: bool) -> set[Job]:
         """Every kernel that plans of those matrices need."""
@@ -184,22 +221,28 @@ def plan_row(plan: GemvPlan) -> tuple[int, int, int, int]:
 
 
 def print_tables(records: Iterable[dict[str, Any]]) -> None:
-    """`gemv.MEASURED` and `experts.MEASURED_DOWN` with the fastest plans of some records.
+    """The tables of plans, gemv.py's and `experts.MEASURED_DOWN`, with the fastest of some records.
 
     A record of a chain is preferred to one of a kernel alone, and what was not measured stays.
     """
     gemv: dict[tuple[int, int, str], tuple[int, ...]] = dict(MEASURED)
+    ahead: dict[tuple[int, int, str], tuple[int, ...]] = dict(MEASURED_AHEAD)
     down: dict[tuple[int, int, str], tuple[int, ...]] = dict(MEASURED_DOWN)
+    lean = set(LEAN)
     ranked = [r for r in records if r.get("plan") and r.get("pdl") and r.get("key")]
     ranked.sort(key=lambda r: (r["mode"] == "chain", -r["us"]))
     for record in ranked:
         key, plan = tuple(record["key"]), GemvPlan(**record["plan"])
         if record["kernel"] == "down":
             down[key] = (plan.warps_k, plan.depth)
+        elif record.get("is_ahead") and record["kernel"] in ("output", "up"):
+            ahead[key] = plan_row(plan)
         else:
             gemv[key] = plan_row(plan)
-    for name, table in (("MEASURED", gemv), ("MEASURED_DOWN", down)):
+            (lean.add if plan.lean else lean.discard)(key)
+    for name, table in (("MEASURED", gemv), ("MEASURED_AHEAD", ahead), ("MEASURED_DOWN", down)):
         print(f"{name} = {{")
         for (first, second, weight_format), row in table.items():
             print(f'    ({first}, {second}, "{weight_format}"): {row},')
         print("}")
+    print(f"LEAN = frozenset({sorted(lean)})")

@@ -121,7 +121,7 @@ def build(options: argparse.Namespace) -> LLM:
         config=config,
         tokenizer=word_tokenizer(config.vocab_size),
         name=options.shape,
-        weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        weight_bytes=model.weight_bytes,
         dtype=model.dtype,
         quantization=model.quantization,
     )

@@ -4,12 +4,15 @@
     step_bench.py --batch 64 --context 4096 --codec fp8
     step_bench.py --attend-plan 4,8,8,3 --attend-plan 1,1,12,2
     step_bench.py --without-ops --early-mb 0 24 --up-plan 1,4,3,3
+    step_bench.py --batch 1 --context 1024           one token, the router's launch apart as well
     step_bench.py --json FILE                        the records, with where they are from
 
 `bench kernels` times the calls of one op after one another, where each early start finds a kernel
 of its own kind ahead. Within a step it finds another, with another split of L1 and shared memory.
 An op is left out by one that launches nothing and gives what the true one gave first; what it adds
-is the difference. Prints one JSON line a measurement: microseconds of a step, median of replays.
+is the difference. A single token's experts are chosen within the output product's launch; a step
+with a launch for that is timed too. Prints one JSON line a measurement: microseconds of a step,
+median of replays.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from subten.core import PAGE_SIZE
 from subten.device import detect
 from subten.kernels.cuda import grouped, is_available
 from subten.kernels.cuda.attend import DecodePlan
+from subten.kernels.linear_route import Router
 from subten.kernels.step import StepTensors, make_step
 from subten.models.decoder import Decoder
 
@@ -73,10 +77,19 @@ def linear_without(run: Run, is_left_out: Callable[[int, bool], bool]) -> Run:
     return some
 
 
-def without_ops(model: Decoder) -> dict[str, dict[str, Run]]:
+def unfolded(run: Run) -> Run:
+    """`linear_route` as two launches, the router's after the product's."""
+
+    def apart(heads_TN: torch.Tensor, output: Any, router: Router, **kwargs: Any) -> Any:
+        return run(heads_TN, output, replace(router, folded_EM=None), **kwargs)
+
+    return apart
+
+
+def without_ops(model: Decoder, *, is_routed_ahead: bool) -> dict[str, dict[str, Run]]:
     """What replaces which op where a part of a layer is left out."""
     ops = model.ops
-    return {
+    parts = {
         "attention": {"append_attend": kept(ops.append_attend)},
         "experts": {"experts": lambda *_args, residual_TD: residual_TD},
         "route": {"route": kept(ops.route)},
@@ -88,6 +101,10 @@ def without_ops(model: Decoder) -> dict[str, dict[str, Run]]:
         "output": {"linear": linear_without(ops.linear, lambda _, has_residual: has_residual)},
         "head": {"linear": linear_without(ops.linear, lambda rows, _: rows >= MANY_ROWS)},
     }
+    if is_routed_ahead:
+        del parts["route"], parts["output"]
+        parts["output and route"] = {"linear_route": kept(ops.linear_route)}
+    return parts
 
 
 @contextmanager
@@ -119,8 +136,13 @@ def random_step(model: Decoder, num_sequences: int, num_new: int, context_len: i
 def cases(model: Decoder, args: argparse.Namespace, *, is_decode: bool) -> Iterator[Record]:
     """Names of what is measured, and the ops that differ."""
     yield {"case": "as it is", "ops": {}}
+    layers: list[Any] = list(model.layers)
+    is_routed_ahead = is_decode and args.batch == 1 and layers[0].router is not None
+    if is_routed_ahead:
+        changes = {"linear_route": unfolded(model.ops.linear_route)}
+        yield {"case": "router after the output product", "ops": changes}
     if args.without_ops:
-        for name, changes in without_ops(model).items():
+        for name, changes in without_ops(model, is_routed_ahead=is_routed_ahead).items():
             yield {"case": f"without {name}", "ops": changes}
     if not is_decode:
         return

@@ -118,6 +118,11 @@ GROUPS = (
         tests=("test_route_of_odd_sizes", "test_every_width_of_the_selection"),
     ),
     Group(
+        kernel="linear_route and experts after it",
+        file="test_cuda_linear_route.py",
+        tests=("test_a_layer_of_odd_sizes", "test_every_share_of_a_folded_row"),
+    ),
+    Group(
         kernel="kv_append, Triton",
         file="test_kv_append.py",
         tests=("test_only_the_named_rows_are_written", "test_queries_turn_in_the_same_launch"),

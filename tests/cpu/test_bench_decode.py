@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from routed_ahead import ahead_ops
 from typer.testing import CliRunner
 
 from subten.bench import kernels
@@ -214,6 +215,46 @@ def test_kernels_are_all_there_and_their_bytes_are_right(quantization, device):
     touched = found["experts"]["experts_per_layer"]
     assert 2 <= touched <= 4
     assert touched * one < found["experts"]["bytes"] <= touched * one + 8192
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_router_beside_the_output_product_is_one_row(batch_size, monkeypatch):
+    device = torch.device("cpu")  # torch's experts wait for a GPU, which a graph cannot
+    ahead = ahead_ops(monkeypatch, device)
+    monkeypatch.setattr("subten.bench.random_model.select_ops", lambda *_: ahead.ops)
+    model = tiny(device, "tiny-mixtral", quantization="int4")
+    rows = kernels.measure_kernels(
+        model, context_len=10, batch_size=batch_size, roof=ROOF, num_replays=2
+    )
+    found = {row["kernel"]: row for row in rows}
+    if batch_size > 1:
+        assert {"linear output", "route"} <= found.keys()
+        assert "linear_route" not in found
+        return
+    assert not {"linear output", "route"} & found.keys()
+    assert found["linear_route"]["calls_per_step"] == 2
+    assert found["linear_route"]["backend"] == "cuda"
+    # Of 4 experts and 4 heads of 32, width 128: the folded router, not the router; and beside the
+    # weights the heads, residual, x, h, scores, and two ids and weights, 4 bytes each at most.
+    weights = packed_bytes("int4", 128, 4 * 32) + 4 * (4 * 32 + 128) * 4
+    assert weights < found["linear_route"]["bytes"] <= weights + 4 * (4 * 128 + 4 + 2 * 2)
+    assert found["experts"]["experts_per_layer"] == 2
+    # Other layers' weights are read between two reads of one, its folded router too.
+    call = next(c for c in _calls_of_a_step(model) if c.op == "linear_route")
+    monkeypatch.setattr(kernels, "STATIC_BYTES", 4096)  # 4 KB is folded, 2 KB are not
+    own = kernels._with_own_memory(call, set())
+    for name in ("folded_EM", "gate_ED"):
+        theirs, ours = (getattr(c.args[2], name) for c in (call, own))
+        assert torch.equal(theirs, ours)
+        is_large = theirs.numel() * 4 >= kernels.STATIC_BYTES
+        assert (theirs.data_ptr() != ours.data_ptr()) == is_large
+
+
+def _calls_of_a_step(model: Any) -> Any:
+    pool = pool_of(model, num_pages=1)
+    fill_pool(model, pool)
+    step = make_step(token_ids=[[3]], starts=[9], page_ids=[[0]], device=model.device)
+    return record_step(model, step, pool.pages_LPGB)
 
 
 def test_weights_beyond_the_memory_are_refused_before_they_are_made():

@@ -17,6 +17,7 @@ from subten.kernels.cuda.gemv import (
     NUM_SMS,
     GemvPlan,
     is_one_token,
+    linear_shared,
 )
 from subten.kernels.route import Routing
 from subten.kernels.weight_formats import Weight
@@ -178,7 +179,7 @@ def test_plans_hold_what_kernels_rely_on(model, weight_format):
     down = plan_down(top_k, hidden, weight_format)
     up.check(dim, FORMATS[weight_format])
     down.check(hidden, FORMATS[weight_format])
-    assert cuda_experts._up_shared(weight_format, 8, dim, up) <= MAX_SHARED_BYTES
+    assert linear_shared(weight_format, 8, dim, up) <= MAX_SHARED_BYTES
     # Two blocks an SM where there are more than one for each.
     blocks_sm = 1 if dim // 16 <= NUM_SMS else 2
     down_bytes = cuda_experts._down_shared(weight_format, top_k, hidden, down)

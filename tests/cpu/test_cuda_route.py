@@ -114,7 +114,7 @@ def test_scores_are_unset_after_a_launch(randn):
     tensors = make(randn, T=1, E=4, D=16)
     options = {"eps": EPS, "top_k": 2, "renormalize": True}
     first = route(*tensors, **options)
-    scores = cuda_route._unset_scores(tensors[0].device)
+    scores = cuda_route.unset_scores(tensors[0].device)
     assert (scores.view(torch.int32) == cuda_route.UNSET_BITS).all()
     second = route(*tensors, **options)
     assert torch.equal(first.topk_weight_TK, second.topk_weight_TK)

@@ -292,7 +292,7 @@ def _loaded(model: Decoder) -> LoadedModel:
         config=model.config,
         tokenizer=None,
         name="random",
-        weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        weight_bytes=model.weight_bytes,
         dtype=model.dtype,
         quantization=model.quantization,
     )

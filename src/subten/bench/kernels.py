@@ -14,7 +14,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from statistics import median
 from typing import Any
 
@@ -26,6 +26,7 @@ from subten.cache.pool import PagePool
 from subten.core import PAGE_SIZE, ConfigError, refuse
 from subten.engine.roof import Roof
 from subten.kernels.cpu_linear import head_logits
+from subten.kernels.linear_route import Router
 from subten.kernels.sample import SamplingTensors
 from subten.kernels.step import StepTensors, make_step
 from subten.kernels.weight_formats import Weight
@@ -34,7 +35,7 @@ from subten.models.decoder import Decoder
 COLD_BYTES = 2**28
 """What must be read between two reads of one byte: four times the L2 of an H200."""
 
-COLD_OPS = ("linear", HEAD, "route", "experts", "attend", "append_attend")
+COLD_OPS = ("linear", HEAD, "route", "linear_route", "experts", "attend", "append_attend")
 """Ops that read weights or pages."""
 
 STATIC_BYTES = 2**18
@@ -154,9 +155,9 @@ def _bytes_of(call: Call, model: Decoder, pool: PagePool, step: StepTensors) -> 
     """Bytes that the call must read and write: arguments and results once, each.
 
     Of pages what attention reads or the new tokens fill, of stacked experts the chosen ones, of
-    the tables of angles and rotation nothing.
+    the tables of angles and rotation nothing, of a router either what is folded or what is not.
     """
-    tables = _tables(model)
+    seen = _tables(model) | _unread_of_router(call)
     row_bytes = pool.num_kv_heads * pool.fmt.page_bytes / PAGE_SIZE
     share = 1.0
     if call.op == "experts":
@@ -165,13 +166,26 @@ def _bytes_of(call: Call, model: Decoder, pool: PagePool, step: StepTensors) -> 
     for tensor in [*call.tensors(), *tensors_in(call.result)]:
         if _is_within(tensor, pool.pages_LPGB):
             has_pages = True
-        elif tensor.data_ptr() not in tables:
+        elif tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
             is_expert = tensor.dim() == 3 and tensor.shape[0] == model.config.num_experts
             size = tensor.numel() * tensor.element_size()
             total += size * share if is_expert else size
     if call.op in ("attend", "append_attend"):
         return total + int(step.kv_len_S.sum()) * row_bytes
     return total + (len(step.token_id_T) * row_bytes if has_pages else 0.0)
+
+
+def _unread_of_router(call: Call) -> set[int]:
+    """Where that lies which a `linear_route` is given and leaves alone."""
+    unread: list[torch.Tensor | None] = []
+    for router in (arg for arg in call.args if isinstance(arg, Router)):
+        assert call.routing is not None, call.op
+        if call.routing.ahead is None:
+            unread.append(router.folded_EM)
+        else:
+            unread += [router.gate_ED, router.norm_weight_D]
+    return {t.data_ptr() for t in unread if t is not None}
 
 
 def _tables(model: Decoder) -> set[int]:
@@ -245,4 +259,8 @@ def _own(value: Any, shared: set[int]) -> Any:
         return copy.deepcopy(value)
     if isinstance(value, torch.Tensor) and value.data_ptr() not in shared:
         return value.clone() if value.numel() * value.element_size() >= STATIC_BYTES else value
+    if isinstance(value, Router):
+        return replace(
+            value, **{f.name: _own(getattr(value, f.name), shared) for f in fields(value)}
+        )
     return value

@@ -180,6 +180,9 @@ def with_format(model: Decoder, fmt: KVFormat) -> Decoder:
         quantize_head=model.quantize_head,
     )
     twin.load_state_dict(model.state_dict(), assign=True)
+    for ours, theirs in zip(twin.layers, model.layers, strict=True):
+        # Its own would be another copy of equal numbers.
+        ours.router = theirs.router
     twin.device = model.device
     twin.cos_sin_PD = model.cos_sin_PD
     twin.rotation_DD = None

@@ -89,6 +89,7 @@ def random_decoder(
             for name, parameter in module.named_parameters(recurse=False):
                 _fill_plain(name, parameter, generator)
         progress((index + 1) / len(modules))
+    model.fold_routers()
     return model
 
 

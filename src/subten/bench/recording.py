@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from subten.kernels import Ops
+from subten.kernels.route import Routing
 from subten.kernels.step import StepTensors
 from subten.kernels.weight_formats import Weight
 from subten.models.decoder import Decoder
@@ -41,6 +42,13 @@ class Call:
             return self.op
         name = self.weight.removesuffix(".weight").rpartition(".")[2]
         return f"linear {name.partition('_')[0]}"
+
+    @property
+    def routing(self) -> Routing | None:
+        """What a call that chose experts gave."""
+        if self.op == "linear_route":
+            return self.result[1]  # type: ignore[no-any-return]
+        return self.result if self.op == "route" else None
 
     def again(self) -> Any:
         """Run it once more on the same inputs."""
@@ -83,7 +91,8 @@ def record_step(model: Decoder, step: StepTensors, pages_LPGB: torch.Tensor) -> 
 
 def experts_read(calls: list[Call]) -> float:
     """Distinct experts that a layer's tokens chose, mean over the routed layers; 1 without any."""
-    counts = [call.result.topk_id_TK.unique().numel() for call in calls if call.op == "route"]
+    routings = [call.routing for call in calls]
+    counts = [r.topk_id_TK.unique().numel() for r in routings if r is not None]
     return sum(counts) / len(counts) if counts else 1.0
 
 

@@ -58,7 +58,8 @@ def weight_bytes_of_step(model: Decoder, *, batch_size: int, experts_per_layer: 
     """Bytes of weights that a step of `batch_size` tokens reads.
 
     Of the experts those that the batch touches, of the embedding a row a token, of everything else
-    (attention, router, norms, head) all.
+    (attention, router, norms, head) all. A folded router is not the model's: its kernel reads
+    more than this counts, so that the floor is that of any way to compute the step.
     """
     total = 0.0
     for name, parameter in model.named_parameters():

@@ -25,6 +25,7 @@ _TABLE: Mapping[str, tuple[str, str | None]] = {
     "norm_rope": ("norm_rope", None),
     "linear": ("linear", "linear"),
     "route": ("route", "route"),
+    "linear_route": ("linear_route", "linear_route"),
     "experts": ("experts", "experts"),
     "kv_append": ("kv_append", "kv_append"),
     "attend": ("attend", "attend"),
@@ -56,6 +57,7 @@ class Ops:
     norm_rope: Callable[..., Any]
     linear: Callable[..., Any]
     route: Callable[..., Any]
+    linear_route: Callable[..., Any]
     experts: Callable[..., Any]
     kv_append: Callable[..., Any]
     attend: Callable[..., Any]

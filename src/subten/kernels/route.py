@@ -18,6 +18,24 @@ from subten.kernels.triton_shim import tl, triton, triton_jit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RoutedAhead:
+    """What is left to do where one token's experts were chosen before its norm was known.
+
+    `x_TD` [1, D] the experts' input before RMSNorm with `norm_weight_D` and `eps`; `score_TE`
+    float32 [1, E] the router's product without the norm's factor, so that softmax(score * factor)
+    are the probabilities of all experts, from which `experts` writes `topk_weight_TK`:
+    `renormalize` and `scaling_factor` are as for `route`.
+    """
+
+    x_TD: torch.Tensor
+    norm_weight_D: torch.Tensor
+    score_TE: torch.Tensor
+    eps: float
+    renormalize: bool
+    scaling_factor: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Routing:
     """Where the tokens of one layer go, best expert first.
 
@@ -26,7 +44,9 @@ class Routing:
     row whose scores hold a NaN or +inf or nothing finite, so that the row's request fails where
     its logits are read. With order: `order_A` int32, assignments sorted by expert, by number
     within an expert; `expert_start_E1` int32 [E + 1], expert e owns
-    order[expert_start[e] : expert_start[e + 1]].
+    order[expert_start[e] : expert_start[e + 1]]. With `ahead`, which only the CUDA op
+    `linear_route` gives and only CUDA `experts` takes, h has no rows and `topk_weight_TK` is
+    memory that `experts` fills.
     """
 
     h_TD: torch.Tensor
@@ -34,6 +54,7 @@ class Routing:
     topk_weight_TK: torch.Tensor
     expert_start_E1: torch.Tensor | None = None
     order_A: torch.Tensor | None = None
+    ahead: RoutedAhead | None = None
 
 
 def route(

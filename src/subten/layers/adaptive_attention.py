@@ -70,7 +70,7 @@ class AdaptiveAttention(Attention):
         cos_sin_PD: torch.Tensor,
         rotation_DD: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Residual stream x_TD [T, d_model] -> the same, attention of its normed tokens added.
+        """Residual stream x_TD [T, d_model] -> heads [T, N] for `output`, of its normed tokens.
 
         Writes this step's keys and values as `step.slot_T` and the window say, adds the softmax
         mass of each page to `pages_PGB.mass_SP`, if there is one, and marks tokens in `bad_T`.
@@ -109,8 +109,7 @@ class AdaptiveAttention(Attention):
             mass_SP=layer.mass_SP,
             **added,
         )
-        out_TN = out_THD.reshape(num_tokens, -1)
-        return self.output(out_TN, residual_TN=x_TD)  # type: ignore[no-any-return]
+        return out_THD.reshape(num_tokens, -1)  # type: ignore[no-any-return]
 
     def _calibrate_plainly(self, device: torch.device) -> None:
         rotation_DD = hadamard(self.head_dim, device)

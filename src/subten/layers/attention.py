@@ -17,9 +17,10 @@ from subten.layers.linear import Linear, WeightSpec
 
 
 class Attention(nn.Module):
-    """Norm and project, rotate, append to the pages, attend, project back onto the residual.
+    """Norm and project, rotate, append to the pages, attend; `output` projects back.
 
-    q, k and v are rows of one matrix, in that order. `q_norm_D` and `k_norm_D` are the per-head
+    q, k and v are rows of one matrix, in that order. `output` is the layer's to call: what comes
+    after it may share its launch. `q_norm_D` and `k_norm_D` are the per-head
     RMSNorm weights of models that have them.
     """
 
@@ -70,7 +71,7 @@ class Attention(nn.Module):
         cos_sin_PD: torch.Tensor,
         rotation_DD: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Residual stream x_TD [T, d_model] -> the same, attention of its normed tokens added.
+        """Residual stream x_TD [T, d_model] -> heads [T, N] for `output`, of its normed tokens.
 
         Writes this step's keys and values, encoded, into this layer's `pages_PGB`.
         """
@@ -93,5 +94,4 @@ class Attention(nn.Module):
             k_norm_weight_D=self.k_norm_D,
             eps=self.norm_eps,
         )
-        out_TN = out_THD.reshape(num_tokens, -1)
-        return self.output(out_TN, residual_TN=x_TD)  # type: ignore[no-any-return]
+        return out_THD.reshape(num_tokens, -1)  # type: ignore[no-any-return]

@@ -17,6 +17,7 @@ from subten.kernels import select_ops
 from subten.kernels.step import StepTensors, make_step
 from subten.layers.decoder_layer import DecoderLayer
 from subten.layers.linear import WeightSpec
+from subten.layers.moe import MoE
 from subten.layers.rope import cos_sin_table
 
 
@@ -92,7 +93,9 @@ class FusedMoEQuantizedAttention(nn.Module):
     `layer.ffn_norm_D` [d_model]; `layer.ffn.gate_ED` float32 [num_experts, d_model];
     `layer.ffn.gate_up_EFD.codes` [num_experts, 2 * d_ffn, d_model], gate rows first;
     `layer.ffn.down_EDF.codes` [num_experts, d_model, d_ffn]. The block is for inference: no
-    gradient passes through it.
+    gradient passes through it. In CUDA a single token's experts are chosen by a matrix made of
+    these weights (`DecoderLayer.fold_router`), again whenever they change; only writes through
+    `.data`, and to a block that was made in inference mode, are not seen.
 
     `head_dim` defaults to d_model / num_heads; `max_len` is the longest context that a cache may
     have; `device` and `dtype` are where and in what the block lives, for good. Raises ConfigError,
@@ -160,6 +163,7 @@ class FusedMoEQuantizedAttention(nn.Module):
         )
         is_rotated = self.fmt.codec.is_rotated
         self.rotation_DD = hadamard(head_dim, self.device) if is_rotated else None
+        self._folded_of: tuple[tuple[int, int], ...] = ()
         self.reset_parameters()
 
     @torch.no_grad()
@@ -196,6 +200,7 @@ class FusedMoEQuantizedAttention(nn.Module):
         before anything is written, if x does not fit the block or the tokens do not fit the cache.
         """
         self._check_input(x_BTD, cache)
+        self._fold_router()
         num_tokens = x_BTD.shape[1]
         step = self._step(cache, num_tokens)
         x_TD = self.layer(
@@ -207,6 +212,19 @@ class FusedMoEQuantizedAttention(nn.Module):
         )
         cache.lengths = [length + num_tokens for length in cache.lengths]
         return x_TD.view(x_BTD.shape)  # type: ignore[no-any-return]
+
+    def _fold_router(self) -> None:
+        """Before the first step, and where weights were written or replaced since.
+
+        Writes through `.data`, or to weights made in inference mode, leave no trace to see.
+        """
+        layer, output = self.layer, self.layer.attention.output.weight
+        assert isinstance(layer.ffn, MoE), type(layer.ffn)
+        weights = (layer.ffn.gate_ED, layer.ffn_norm_D, *output.parameters())
+        of = tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights)
+        if of != self._folded_of:
+            layer.fold_router()
+            self._folded_of = of
 
     def _step(self, cache: BlockCache, num_tokens: int) -> StepTensors:
         """Positions and page slots; the token ids of the step are unused here."""

@@ -6,6 +6,9 @@ in `cos_sin_PD`), G key-value heads, B bytes of a page.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -14,6 +17,8 @@ from subten.codecs.adaptive import AdaptiveFormat
 from subten.config import ModelConfig
 from subten.kernels import Ops
 from subten.kernels.adaptive_pages import LayerPages
+from subten.kernels.cuda.linear_route import can_route_ahead
+from subten.kernels.linear_route import Router, fold_router
 from subten.kernels.step import StepTensors
 from subten.layers.adaptive_attention import AdaptiveAttention
 from subten.layers.attention import Attention
@@ -23,10 +28,15 @@ from subten.layers.moe import MoE
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then a dense or routed feed-forward network, each added to the residual stream."""
+    """Attention, then a dense or routed feed-forward network, each added to the residual stream.
+
+    `router` is None until `fold_router` finds that a kernel of the layer's backend chooses the
+    experts of a single token beside the output product.
+    """
 
     def __init__(self, config: ModelConfig, *, ops: Ops, fmt: KVFormat, spec: WeightSpec) -> None:
         super().__init__()
+        self.ops = ops
         self.attention_norm_D = spec.empty(config.d_model)
         self.ffn_norm_D = spec.empty(config.d_model)
         kind = AdaptiveAttention if isinstance(fmt, AdaptiveFormat) else Attention
@@ -36,6 +46,25 @@ class DecoderLayer(nn.Module):
             self.ffn = MoE(config, ops=ops, spec=spec)
         else:
             self.ffn = MLP(config, ops=ops, spec=spec)
+        self.router: Router | None = None
+        self.register_load_state_dict_post_hook(_fold_again)  # type: ignore[no-untyped-call]
+
+    def fold_router(self) -> None:
+        """Make `router` of the weights as they are, where the layer can use it.
+
+        Weights that `load_state_dict` changes are folded again by themselves; after any other
+        change call this, or a single token's experts are chosen by the old ones.
+        """
+        self.router = None
+        ffn, output = self.ffn, self.attention.output
+        if self.ops.backend.get("linear_route") != "cuda" or not isinstance(ffn, MoE):
+            return
+        router = ffn.router(self.ffn_norm_D)
+        if output.bias is None and can_route_ahead(
+            output.weight, router, ffn.gate_up_EFD, ffn.down_EDF
+        ):
+            folded_EM = fold_router(router.gate_ED, router.norm_weight_D, output.weight)
+            self.router = replace(router, folded_EM=folded_EM)
 
     def forward(
         self,
@@ -47,7 +76,7 @@ class DecoderLayer(nn.Module):
         rotation_DD: torch.Tensor | None,
     ) -> torch.Tensor:
         """Residual stream x_TD [T, d_model] -> the same after this layer; appends to its pages."""
-        x_TD = self.attention(
+        heads_TN = self.attention(
             x_TD,
             self.attention_norm_D,
             step,
@@ -55,4 +84,19 @@ class DecoderLayer(nn.Module):
             cos_sin_PD=cos_sin_PD,
             rotation_DD=rotation_DD,
         )
+        output = self.attention.output
+        if self.router is not None and x_TD.shape[0] == 1:
+            assert isinstance(self.ffn, MoE), type(self.ffn)
+            x_TD, routing = self.ops.linear_route(
+                heads_TN, output.weight, self.router, residual_TD=x_TD
+            )
+            return self.ffn.routed(x_TD, routing)
+        x_TD = output(heads_TN, residual_TN=x_TD)
         return self.ffn(x_TD, self.ffn_norm_D)  # type: ignore[no-any-return]
+
+
+def _fold_again(layer: nn.Module, _keys: Any) -> None:
+    """After `load_state_dict`: parameters may be others, or have other values."""
+    assert isinstance(layer, DecoderLayer), type(layer)
+    if layer.router is not None:
+        layer.fold_router()

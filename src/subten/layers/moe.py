@@ -11,6 +11,8 @@ from torch import nn
 from subten.config import ModelConfig
 from subten.kernels import Ops
 from subten.kernels.experts import needs_order
+from subten.kernels.linear_route import Router
+from subten.kernels.route import Routing
 from subten.layers.linear import WeightSpec, empty_parameter
 
 
@@ -48,6 +50,21 @@ class MoE(nn.Module):
             scaling_factor=self.routed_scaling_factor,
             with_order=needs_order(x_TD.shape[0]),
         )
+        return self.routed(x_TD, routing)
+
+    def router(self, norm_weight_D: torch.Tensor) -> Router:
+        """Norm and router as `linear_route` takes them, not folded."""
+        return Router(
+            norm_weight_D=norm_weight_D,
+            gate_ED=self.gate_ED,
+            eps=self.norm_eps,
+            top_k=self.top_k,
+            renormalize=self.norm_topk_prob,
+            scaling_factor=self.routed_scaling_factor,
+        )
+
+    def routed(self, x_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Residual stream x_TD [T, d_model] -> the same, the sum of `routing`'s experts added."""
         # For whoever counts loads. Kept, it also stays what it is in a captured graph's memory.
         self.topk_id_TK = routing.topk_id_TK
         return self.ops.experts(  # type: ignore[no-any-return]

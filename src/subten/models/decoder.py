@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,6 +70,22 @@ class Decoder(nn.Module):
             config.rope, head_dim=config.head_dim, max_len=config.max_model_len, device=device
         )
         self.rotation_DD = hadamard(config.head_dim, device) if fmt.codec.is_rotated else None
+
+    def fold_routers(self) -> None:
+        """Let each layer make what its backend's kernels take of its weights, once all are there.
+
+        See `DecoderLayer.fold_router`.
+        """
+        layers: list[Any] = list(self.layers)
+        for layer in layers:
+            layer.fold_router()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights as packed, folded routers included."""
+        layers: list[Any] = list(self.layers)
+        folded = [layer.router.folded_EM for layer in layers if layer.router is not None]
+        return sum(t.numel() * t.element_size() for t in (*self.parameters(), *folded))
 
     def forward(
         self,

@@ -66,7 +66,7 @@ class Checkpoint(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """A model ready to run; `weight_bytes` counts its weights as packed, `tokenizer` may be None.
+    """A model ready to run; `weight_bytes` are `Decoder.weight_bytes`, `tokenizer` may be None.
 
     `config` is as resolved: its `eos_token_ids` unite those of config.json, generation_config.json
     and the tokenizer, its `tie_word_embeddings` says whether the head is the embedding.
@@ -128,15 +128,16 @@ def load_model(
     try:
         decoder = new_decoder(device=device)
     except torch.OutOfMemoryError as error:
-        num_bytes = _weight_bytes(new_decoder(device=torch.device("meta")))
+        num_bytes = new_decoder(device=torch.device("meta")).weight_bytes
         raise ConfigError(
             f"device: got {device}, whose free memory does not hold the model's "
             f"{num_bytes / 1e9:.1f} GB of weights; free some, or use a smaller model"
             + (" or quantization fp8 or int4" if quantization == "none" else "")
         ) from error
     _fill(decoder, checkpoint, slots, progress)
+    decoder.fold_routers()
     _warn_of_key_bias(decoder, source)
-    weight_bytes = _weight_bytes(decoder)
+    weight_bytes = decoder.weight_bytes
     logger.info(
         "loaded %s: %s, %d layers, %.1f MB of weights in %s%s%s on %s, %s cache",
         model,
@@ -158,10 +159,6 @@ def load_model(
         dtype=decoder.dtype,
         quantization=quantization,
     )
-
-
-def _weight_bytes(decoder: Decoder) -> int:
-    return sum(p.numel() * p.element_size() for p in decoder.parameters())
 
 
 def open_checkpoint(model: str) -> tuple[Checkpoint, str]:

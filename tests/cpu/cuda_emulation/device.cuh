@@ -7,6 +7,7 @@
 #ifndef SUBTEN_DEVICE_CUH
 #define SUBTEN_DEVICE_CUH
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -67,6 +68,10 @@ inline std::function<void()> body;
 inline std::vector<bool> has_waited;
 // What happens when all threads of a block have come to the wait, if anything.
 inline std::function<void()> at_wait;
+// Whether blocks run from the last to the first.
+inline bool is_backwards;
+// What happens when a thread lets the next kernel start, if anything.
+inline std::function<void()> at_launch_dependents;
 // What happens when a block has ended, if anything.
 inline std::function<void()> at_block_end;
 
@@ -142,6 +147,7 @@ inline void run_grid(dim3 grid, int num_threads, int shared_bytes, std::function
     for (int z = 0; z < grid.z; ++z)
         for (int y = 0; y < grid.y; ++y)
             for (int x = 0; x < grid.x; ++x) blocks.push_back({x, y, z});
+    if (is_backwards) std::reverse(blocks.begin(), blocks.end());
     is_again = false;
     while (!blocks.empty()) {
         put_off.clear();
@@ -174,7 +180,9 @@ inline void wait_for_previous_kernels() {
     }
     emulation::has_waited[emulation::current] = true;
 }
-inline void launch_dependents() {}
+inline void launch_dependents() {
+    if (emulation::at_launch_dependents) emulation::at_launch_dependents();
+}
 
 inline uint4 load_stream(const void* at) { return *reinterpret_cast<const uint4*>(at); }
 inline uint4 load_constant16(const void* at) { return *reinterpret_cast<const uint4*>(at); }
@@ -183,10 +191,25 @@ inline float load_constant_float(const float* at) { return *at; }
 inline float load_from_l2(const float* at) { return *at; }
 inline int load_from_l2(const int* at) { return *at; }
 inline uint4 load_from_l2(const uint4* at) { return *at; }
+inline void fetch_to_l2(const void* from, int num_bytes) {
+    if ((size_t)from % 16 || num_bytes % 16 || num_bytes <= 0) std::abort();
+    volatile u8 seen;
+    for (int i = 0; i < num_bytes; ++i) seen = static_cast<const u8*>(from)[i];
+    (void)seen;
+}
+inline void fetch_line(const void* at) {
+    volatile u8 seen = *static_cast<const u8*>(at);
+    (void)seen;
+}
 inline void publish(float* to, float v) {
     if (!emulation::is_again) *to = v;
 }
 inline float poll(const float* at) { return *at; }
+inline void publish(int* to, int v) {
+    if (!emulation::is_again) *to = v;
+}
+inline int poll(const int* at) { return *at; }
+inline void fence() {}
 
 inline float bits_float(u32 v) { return emulation::as<float>(&v); }
 inline int float_bits(float v) { return emulation::as<int>(&v); }

@@ -85,6 +85,16 @@ INLINE uint4 load_from_l2(const uint4* at) {
     return v;
 }
 
+// Asks for bytes, a multiple of 16 as their address, that somebody will read from L2.
+INLINE void fetch_to_l2(const void* from, int num_bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(num_bytes) : "memory");
+#endif
+}
+
+// Asks for the 128 bytes around `at`.
+INLINE void fetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 // A number that another block of this launch polls: it is its own flag, so no fence is needed.
 INLINE void publish(float* to, float v) {
     asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(to), "f"(v) : "memory");
@@ -95,6 +105,19 @@ INLINE float poll(const float* at) {
     asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
     return v;
 }
+
+INLINE void publish(int* to, int v) {
+    asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
+}
+
+INLINE int poll(const int* at) {
+    int v;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+    return v;
+}
+
+// What this thread has written is in memory before it goes on.
+INLINE void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // D (16 x 8) += A (16 x 16) * B (16 x 8), bf16 into FP32. Lane = 4 * g + t holds of
 //   A: a0 = row g, k 2t and 2t+1;  a1 = row g+8, same k;  a2, a3 = the same rows, k + 8

@@ -163,11 +163,10 @@ __global__ void __launch_bounds__(512, DEPTH == 2 ? 2 : 1)
     const int token = blockIdx.x, first_row = blockIdx.y * TILE_ROWS;
     Shared<Format> shared(dynamic_shared, top_k, 2 * top_k, hidden);
 
-    // Ids and weights may be read here if the kernel before is `up_kernel`: it lets this one start after
-    // its own wait, when the router has ended. So the weights are on their way while it works.
+    // Ids may be read here if the kernel before is `up_kernel` or `up_ahead_kernel`: they let this one
+    // start after their own wait, when the router has ended. So weights are on their way meanwhile.
     if (!has_early_ids) wait_for_previous_kernels();
     const i64 expert_row = (i64)load_from_l2(topk_id + token * top_k + k) * dim + first_row;
-    const float weight = load_from_l2(topk_weight + token * top_k + k) * Format::SCALE_FACTOR;
     float scale_low = 1.0f, scale_high = 1.0f;
     if (Format::HAS_ROW_SCALE) {
         const float* row_scale = reinterpret_cast<const float*>(scale) + expert_row + lane / 4;
@@ -181,9 +180,11 @@ __global__ void __launch_bounds__(512, DEPTH == 2 ? 2 : 1)
                           lane);
 
     const int row = first_row + thread;
-    float sum = 0;
+    float sum = 0, weight = 0;
     auto prologue = [&] {
         wait_for_previous_kernels();
+        // Which `up_ahead_kernel` writes.
+        weight = load_from_l2(topk_weight + token * top_k + k) * Format::SCALE_FACTOR;
         constexpr int UNITS = Layout<Format>::BLOCK / 8;
         store_slice(shared, act + (i64)(token * top_k + k) * hidden, k, first_block * UNITS,
                     blocks * UNITS, 2 * k, lane);

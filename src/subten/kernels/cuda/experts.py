@@ -16,6 +16,7 @@ from subten.kernels.cuda import grouped, runtime
 from subten.kernels.cuda.gemv import (
     FLOAT_DTYPES,
     FORMATS,
+    KEPT_UNITS,
     MAX_SHARED_BYTES,
     MAX_TOKENS,
     TILE_ROWS,
@@ -23,11 +24,14 @@ from subten.kernels.cuda.gemv import (
     is_one_token,
     is_plain,
     kernel_name,
+    linear_shared,
+    plan_ahead,
     plan_gemv,
     shared_bytes,
     suits_weight,
+    units_of_thread,
 )
-from subten.kernels.route import Routing
+from subten.kernels.route import RoutedAhead, Routing
 from subten.kernels.weight_formats import Weight
 
 UP_TILE = 8
@@ -42,10 +46,15 @@ def plan_up(top_k: int, hidden: int, dim: int, weight_format: str) -> GemvPlan:
     return plan_gemv(top_k * hidden // UP_TILE, dim, weight_format)
 
 
+def plan_up_ahead(top_k: int, hidden: int, dim: int, weight_format: str) -> GemvPlan:
+    """Plan of gate and up that wait for ids only."""
+    return plan_ahead(top_k * hidden // UP_TILE, dim, weight_format)
+
+
 MEASURED_DOWN: Mapping[tuple[int, int, str], tuple[int, int]] = {
     (8, 768, "none"): (2, 6),
     (8, 768, "fp8"): (2, 4),
-    (8, 768, "int4"): (2, 6),
+    (8, 768, "int4"): (1, 4),
     (2, 14336, "none"): (8, 8),
     (2, 14336, "fp8"): (8, 2),
     (2, 14336, "int4"): (8, 2),
@@ -78,11 +87,14 @@ def experts(
     With an order, `grouped.py` serves any number. What no kernel takes goes to Triton. `up_plan`,
     `down_plan` and `pdl` (programmatic dependent launch) are for measuring. Weights must be in
     place as for `linear` of this package.
-    Quantised weights take |h| and |act| below 2^63.
+    Quantised weights take |h| and |act| below 2^63. Where the routing is `ahead`, the launch before
+    must be that of `linear_route`; it takes |x norm_weight| below 2^63, and writes topk_weight.
     """
-    if grouped.suits(routing, gate_up, down, residual_TD):
+    if routing.ahead is not None:
+        assert suits_one_token(gate_up, down, routing.topk_id_TK.shape[1]), (gate_up, down)
+    elif grouped.suits(routing, gate_up, down, residual_TD):
         return grouped.grouped(routing, gate_up, down, residual_TD=residual_TD, pdl=pdl)
-    if not _suits(routing, gate_up, down, residual_TD):
+    elif not _suits(routing, gate_up, down, residual_TD):
         return triton_experts.experts(routing, gate_up, down, residual_TD=residual_TD)
     act_AF = launch_up(routing, gate_up, plan=up_plan, pdl=pdl)
     return launch_down(routing, act_AF, down, residual_TD=residual_TD, plan=down_plan, pdl=pdl)
@@ -92,6 +104,8 @@ def launch_up(
     routing: Routing, gate_up: Weight, *, plan: GemvPlan | None = None, pdl: bool = True
 ) -> torch.Tensor:
     """silu(gate h) * (up h) of each assignment: bfloat16 [A, F]; one launch."""
+    if routing.ahead is not None:
+        return _launch_up_ahead(routing, routing.ahead, gate_up, plan, pdl)
     num_tokens, top_k = routing.topk_id_TK.shape
     _, double_hidden, dim = gate_up.shape
     hidden = double_hidden // 2
@@ -118,10 +132,66 @@ def launch_up(
             plan.tiles,
         ),
         device=device,
-        shared_bytes=_up_shared(gate_up.format, num_tokens, dim, plan),
+        shared_bytes=linear_shared(gate_up.format, num_tokens, dim, plan),
         pdl=pdl and plan.starts_early,
     )
     return act_AF
+
+
+def _launch_up_ahead(
+    routing: Routing,
+    ahead: RoutedAhead,
+    gate_up: Weight,
+    plan: GemvPlan | None,
+    pdl: bool,
+) -> torch.Tensor:
+    top_k, num_experts = routing.topk_id_TK.shape[1], ahead.score_TE.shape[1]
+    _, double_hidden, dim = gate_up.shape
+    hidden = double_hidden // 2
+    plan = plan or plan_up_ahead(top_k, hidden, dim, gate_up.format)
+    plan.check(dim, FORMATS[gate_up.format])
+    device = ahead.x_TD.device
+    act_AF = torch.empty(top_k, hidden, dtype=torch.bfloat16, device=device)
+    runtime.launch(
+        "up_ahead.cu",
+        up_ahead_name(gate_up.format, plan, dim),
+        (top_k, -(-hidden // (UP_TILE * plan.warps_n * plan.tiles))),
+        plan.num_threads,
+        (
+            gate_up.codes,
+            gate_up.scale,
+            ahead.x_TD,
+            ahead.norm_weight_D,
+            float(ahead.eps),
+            ahead.score_TE,
+            routing.topk_id_TK,
+            routing.topk_weight_TK,
+            act_AF,
+            num_experts,
+            top_k,
+            dim,
+            hidden,
+            plan.warps_k,
+            plan.tiles,
+            int(ahead.renormalize),
+            float(ahead.scaling_factor),
+        ),
+        device=device,
+        shared_bytes=linear_shared(gate_up.format, 1, dim, plan) + 4 * num_experts,
+        pdl=pdl and plan.starts_early,
+    )
+    return act_AF
+
+
+UP_AHEAD_REGISTERS = {2: 64, 4: 80, 6: 112, 8: 128}
+"""Ring depth to registers of a thread, spills of int4 aside none (`nvcc -Xptxas -v`, 13.0)."""
+
+
+def up_ahead_name(weight_format: str, plan: GemvPlan, dim: int) -> str:
+    """The instance in C++ of gate and up after `linear_route`."""
+    blocks = max(1, 65536 // (plan.num_threads * UP_AHEAD_REGISTERS[plan.depth]))
+    struct, units = FORMATS[weight_format].struct, units_of_thread(dim, plan)
+    return f"up_ahead_kernel<{struct}, {plan.depth}, {units}, {plan.num_threads}, {blocks}>"
 
 
 def launch_down(
@@ -173,36 +243,48 @@ def launch_down(
     return out_TD
 
 
-def _up_shared(weight_format: str, num_tokens: int, dim: int, plan: GemvPlan) -> int:
-    num_partials = plan.warps_n * plan.tiles * plan.warps_k * TILE_ROWS * MAX_TOKENS
-    return shared_bytes(weight_format, num_tokens, dim, num_partials, zero_columns=MAX_TOKENS)
-
-
 def _down_shared(weight_format: str, top_k: int, hidden: int, plan: GemvPlan) -> int:
     num_partials = top_k * plan.warps_k * TILE_ROWS
     return shared_bytes(weight_format, top_k, hidden, num_partials, zero_columns=2 * top_k)
 
 
+def suits_one_token(gate_up: Weight, down: Weight, top_k: int) -> bool:
+    """Whether the kernels take these experts for one token whose routing is `ahead`."""
+    _, double_hidden, dim = gate_up.shape
+    if not _suits_weights(gate_up, down, top_k, 1):
+        return False
+    plan = plan_up_ahead(top_k, double_hidden // 2, dim, gate_up.format)
+    up_bytes = linear_shared(gate_up.format, 1, dim, plan) + 4 * gate_up.shape[0]
+    return units_of_thread(dim, plan) <= KEPT_UNITS and up_bytes <= MAX_SHARED_BYTES
+
+
 def _suits(routing: Routing, gate_up: Weight, down: Weight, residual_TD: torch.Tensor) -> bool:
-    num_tokens, dim = residual_TD.shape
-    top_k, hidden = routing.topk_id_TK.shape[1], gate_up.shape[1] // 2
+    num_tokens, top_k = routing.topk_id_TK.shape
     tensors = (routing.h_TD, routing.topk_id_TK, routing.topk_weight_TK)
-    if not (
+    return (
         1 <= num_tokens <= MAX_TOKENS
         and routing.order_A is None
-        and top_k <= MAX_WARPS
+        and routing.h_TD.dtype == torch.bfloat16
+        and all(is_plain(tensor) for tensor in tensors)
+        and residual_TD.dtype in FLOAT_DTYPES
+        and residual_TD.stride(1) == 1
+        and _suits_weights(gate_up, down, top_k, num_tokens)
+    )
+
+
+def _suits_weights(gate_up: Weight, down: Weight, top_k: int, num_tokens: int) -> bool:
+    _, double_hidden, dim = gate_up.shape
+    hidden = double_hidden // 2
+    if not (
+        top_k <= MAX_WARPS
         and hidden % UP_TILE == 0
         and suits_weight(gate_up, TILE_ROWS)
         and suits_weight(down, TILE_ROWS)
         # From a gate row to its up row is a 32-bit distance; where an expert begins is 64-bit.
         and hidden * dim * 2 < 2**31
-        and routing.h_TD.dtype == torch.bfloat16
-        and all(is_plain(tensor) for tensor in tensors)
-        and residual_TD.dtype in FLOAT_DTYPES
-        and residual_TD.stride(1) == 1
     ):
         return False
-    up_bytes = _up_shared(
+    up_bytes = linear_shared(
         gate_up.format, num_tokens, dim, plan_up(top_k, hidden, dim, gate_up.format)
     )
     down_plan = plan_down(top_k, hidden, down.format)

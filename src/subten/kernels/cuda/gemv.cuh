@@ -328,16 +328,31 @@ struct Cursor {
     }
 };
 
+// Asks L2 for what a warp's ring of `depth` blocks does not hold yet: `blocks` blocks of 64 bytes of
+// each of the rows of its tiles. `first` is where the first row's begin.
+INLINE void fetch_rest(const u8* first, int row_bytes, int blocks, int depth, int num_tiles,
+                       int lane) {
+#pragma unroll 1
+    for (int tile = 0; tile < num_tiles; ++tile) {
+        const int begin = depth - tile * blocks;
+        // Two blocks of 16 rows at a time.
+#pragma unroll 1
+        for (int b = (begin > 0 ? begin : 0) + lane / TILE_ROWS * 2; b < blocks; b += 4)
+            fetch_line(first + (tile * TILE_ROWS + lane % TILE_ROWS) * row_bytes + b * 64);
+    }
+}
+
 // Streams a warp's slice through a ring of DEPTH blocks in registers: DEPTH KiB in flight a warp.
 // `prologue` runs once the first blocks are asked for, and must leave x in shared memory for all
-// threads. Then `finish(tile, sum)` gets the lane's D fragment of each tile. `column` is the one
+// threads; `begin` runs before them. Then `finish(tile, sum)` gets the lane's D fragment of each tile. `column` is the one
 // whose x the lane reads; `zero_column` the first of the two of its sums.
-template <class Format, int DEPTH, class Prologue, class Finish>
+template <class Format, int DEPTH, class Begin, class Prologue, class Finish>
 INLINE void stream(Cursor<Format>& cursor, int num_tiles, int first_block,
                    const Shared<Format>& shared, int column, int zero_column, int lane,
-                   Prologue prologue, Finish finish) {
+                   Begin begin, Prologue prologue, Finish finish) {
     Block ring[DEPTH];
     const int total = cursor.num_blocks * num_tiles;
+    begin();
 #pragma unroll
     for (int s = 0; s < DEPTH; ++s)
         if (s < total) cursor.load(ring[s]);
@@ -370,6 +385,14 @@ INLINE void stream(Cursor<Format>& cursor, int num_tiles, int first_block,
             }
         }
     }
+}
+
+template <class Format, int DEPTH, class Prologue, class Finish>
+INLINE void stream(Cursor<Format>& cursor, int num_tiles, int first_block,
+                   const Shared<Format>& shared, int column, int zero_column, int lane,
+                   Prologue prologue, Finish finish) {
+    stream<Format, DEPTH>(cursor, num_tiles, first_block, shared, column, zero_column, lane, [] {},
+                          prologue, finish);
 }
 
 // Blocks of K that the part-th of `parts` warps takes.

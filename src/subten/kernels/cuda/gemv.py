@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -62,6 +62,8 @@ class GemvPlan:
     decides the order of sums, so it must not depend on the number of tokens: a token's bits are
     the same alone and among others. With `starts_early` the launch may begin, and fetch weights,
     while the one ahead still runs (programmatic dependent launch).
+    A `lean` product takes 80 registers a thread at most, or 64 in 16 warps, so that
+    blocks of the launches before and after find room beside its own.
     """
 
     warps_k: int
@@ -69,11 +71,20 @@ class GemvPlan:
     tiles: int = 1
     depth: int = 4
     starts_early: bool = True
+    lean: bool = False
 
     @property
     def num_threads(self) -> int:
         """Threads of a block."""
         return 32 * self.warps_k * self.warps_n
+
+    @property
+    def bounds(self) -> str:
+        """Launch bounds of `linear`: the most threads, and blocks that should fit an SM."""
+        if not self.lean:
+            return "512, 1"
+        blocks = max(65536 // (80 * self.num_threads), 1024 // self.num_threads)
+        return f"{self.num_threads}, {blocks}"
 
     def check(self, dim: int, weight_format: DeviceFormat) -> None:
         """Assert what the kernels rely on."""
@@ -119,6 +130,10 @@ of qwen3-30b-a3b with attention in the chain too, benchmarks/plans/h200-layer-pl
 """
 
 
+LEAN: frozenset[tuple[int, int, str]] = frozenset()
+"""Keys of MEASURED whose plan is lean."""
+
+
 def plan_gemv(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
     """Plan of a matrix of `num_tiles` tiles of 16 rows: as measured, or else by a rule.
 
@@ -126,10 +141,13 @@ def plan_gemv(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
     all of it is in flight at once. Many tiles: 8 warps a block on neighbouring tiles, so that x is
     prepared less often, and short enough blocks for an even end.
     """
-    measured = MEASURED.get((num_tiles, dim, weight_format))
+    key = (num_tiles, dim, weight_format)
+    measured = MEASURED.get(key)
     if measured is not None:
         warps_k, warps_n, tiles, depth = measured
-        return GemvPlan(warps_k=warps_k, warps_n=warps_n, tiles=tiles, depth=depth)
+        return GemvPlan(
+            warps_k=warps_k, warps_n=warps_n, tiles=tiles, depth=depth, lean=key in LEAN
+        )
     device_format = FORMATS[weight_format]
     num_blocks = dim // device_format.block
     is_large = num_tiles >= 16 * NUM_SMS
@@ -147,6 +165,30 @@ def plan_gemv(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
         tiles=tiles,
         depth=choose_depth(device_format, tiles * num_blocks // warps_k, warps_sm),
     )
+
+
+MEASURED_AHEAD: Mapping[tuple[int, int, str], tuple[int, int, int, int]] = {
+    (128, 4096, "none"): (16, 1, 1, 6),
+    (128, 4096, "fp8"): (8, 1, 1, 4),
+    (128, 4096, "int4"): (8, 1, 1, 4),
+    (768, 2048, "none"): (8, 1, 2, 4),
+    (256, 4096, "fp8"): (8, 2, 1, 4),
+    (3584, 4096, "fp8"): (2, 8, 4, 6),
+}
+"""As MEASURED, of the output product and of gate and up where experts are chosen ahead."""
+
+
+def plan_ahead(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
+    """Plan of a matrix of `linear_route`, or of gate and up after it."""
+    measured = MEASURED_AHEAD.get((num_tiles, dim, weight_format))
+    if measured is None:
+        plan = plan_gemv(num_tiles, dim, weight_format)
+        # Threads enough to have all of x in registers.
+        while units_of_thread(dim, plan) > KEPT_UNITS and plan.num_threads <= 256:
+            plan = replace(plan, warps_n=2 * plan.warps_n)
+        return plan
+    warps_k, warps_n, tiles, depth = measured
+    return GemvPlan(warps_k=warps_k, warps_n=warps_n, tiles=tiles, depth=depth)
 
 
 def choose_depth(device_format: DeviceFormat, blocks_of_warp: int, warps_sm: int) -> int:
@@ -182,15 +224,22 @@ def suits_weight(weight: Weight, tile_rows: int) -> bool:
 
 
 def kernel_name(kernel: str, weight_format: str, plan: GemvPlan, *flags: bool) -> str:
-    """A kernel's instance in C++: format, ring depth, and its flags."""
+    """A kernel's instance in C++: format, ring depth, its flags, and `linear`'s launch bounds."""
     arguments = [FORMATS[weight_format].struct, str(plan.depth)]
     arguments += [str(flag).lower() for flag in flags]
+    if kernel == "linear_kernel":
+        arguments.append(plan.bounds)
     return f"{kernel}<{', '.join(arguments)}>"
+
+
+def units_of_thread(dim: int, plan: GemvPlan) -> int:
+    """Units of 8 inputs that a thread prepares of one token's x."""
+    return -(-dim // (8 * plan.num_threads))
 
 
 def is_one_token(num_tokens: int, dim: int, plan: GemvPlan) -> bool:
     """Whether the threads of a block hold all of x in registers."""
-    return num_tokens == 1 and dim // 8 <= KEPT_UNITS * plan.num_threads
+    return num_tokens == 1 and units_of_thread(dim, plan) <= KEPT_UNITS
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -273,13 +322,14 @@ def linear(
             plan.tiles,
         ),
         device=x_TK.device,
-        shared_bytes=_linear_shared(weight.format, num_tokens, dim, plan),
+        shared_bytes=linear_shared(weight.format, num_tokens, dim, plan),
         pdl=pdl and plan.starts_early,
     )
     return out_TN
 
 
-def _linear_shared(weight_format: str, num_tokens: int, dim: int, plan: GemvPlan) -> int:
+def linear_shared(weight_format: str, num_tokens: int, dim: int, plan: GemvPlan) -> int:
+    """Dynamic shared memory of `linear` and of gate and up, bytes."""
     num_partials = plan.warps_n * plan.tiles * plan.warps_k * TILE_ROWS * MAX_TOKENS
     return shared_bytes(weight_format, num_tokens, dim, num_partials, zero_columns=MAX_TOKENS)
 
@@ -307,5 +357,5 @@ def _suits_linear(
         and (residual_TN is None or residual_TN.dtype in FLOAT_DTYPES)
         and (residual_TN is None or residual_TN.stride(1) == 1)
         and (out_dtype is None or out_dtype in FLOAT_DTYPES)
-        and _linear_shared(weight.format, num_tokens, dim, plan) <= MAX_SHARED_BYTES
+        and linear_shared(weight.format, num_tokens, dim, plan) <= MAX_SHARED_BYTES
     )

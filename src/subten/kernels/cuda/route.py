@@ -87,7 +87,7 @@ def route(
             int(x_TD.dtype == torch.bfloat16),
             norm_weight_D,
             gate_ED,
-            _unset_scores(device),
+            unset_scores(device),
             routing.h_TD,
             routing.topk_id_TK,
             routing.topk_weight_TK,
@@ -128,7 +128,7 @@ def _suits(
 
 
 @functools.cache
-def _unset_scores(device: torch.device) -> torch.Tensor:
+def unset_scores(device: torch.device) -> torch.Tensor:
     """Scores that the blocks of one launch hand to the one that picks."""
     bits = torch.full((MAX_TOKENS * MAX_EXPERTS,), UNSET_BITS, dtype=torch.int32, device=device)
     return bits.view(torch.float32)
