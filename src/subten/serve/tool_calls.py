@@ -11,12 +11,14 @@ parse as a call stays text.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import secrets
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from subten.tokenizer import Tokenizer
 
@@ -170,7 +172,7 @@ class ToolCallReader:
         return text
 
 
-def parse_objects(text: str) -> list[FoundCall] | None:
+def parse_objects(text: str, *, needs_arguments: bool = False) -> list[FoundCall] | None:
     """Calls from one or more JSON objects, or a list of them; None where anything else is there."""
     values: list[object] = []
     place = 0
@@ -178,7 +180,7 @@ def parse_objects(text: str) -> list[FoundCall] | None:
         while (place := _after_space(text, place)) < len(text):
             value, place = _decode(text, place)
             values += value if isinstance(value, list) else [value]
-        calls = [_call(value) for value in values]
+        calls = [_call(value, needs_arguments) for value in values]
     except (ValueError, RecursionError):
         return None
     found = [call for call in calls if call is not None]
@@ -216,7 +218,8 @@ FORMS: Mapping[str, CallForm] = {
     "llama3_json": CallForm(
         open="<|python_tag|>",
         close="",
-        parse=parse_objects,
+        # Without marks, any object with a name would else be a call.
+        parse=functools.partial(parse_objects, needs_arguments=True),
         key="parameters",
         may_be_bare=True,
         # The role of what a function has answered; templates of Llama 3.1 and later have it.
@@ -238,11 +241,12 @@ def form_of(name: str, chat_template: str | None) -> CallForm | None:
     return FORMS["hermes"]
 
 
-def _call(value: object) -> FoundCall | None:
+def _call(value: object, needs_arguments: bool) -> FoundCall | None:
     if not isinstance(value, dict):
         return None
     name = value.get("name")
-    arguments = value.get("arguments", value.get("parameters", {}))
+    missing: Any = None if needs_arguments else {}
+    arguments = value.get("arguments", value.get("parameters", missing))
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
     name.encode()
