@@ -76,11 +76,12 @@ class GrammarChecker:
 
     async def check(self, grammar: Grammar) -> str:
         """A grammar as text for the engine; ApiError 400 where it cannot be followed."""
-        text, param = grammar.text, grammar.param
-        if len(text) > MAX_GRAMMAR_CHARS:
-            raise bad_field(param, f"allowed: at most {MAX_GRAMMAR_CHARS} characters")
+        param = grammar.param
         if isinstance(grammar.value, dict) and _depth(grammar.value) > MAX_DEPTH:
             raise bad_field(param, f"nested deeper than {MAX_DEPTH}")
+        text = grammar.text
+        if len(text) > MAX_GRAMMAR_CHARS:
+            raise bad_field(param, f"allowed: at most {MAX_GRAMMAR_CHARS} characters")
         if text in self._good:
             self._good.move_to_end(text)
             return text
