@@ -263,6 +263,8 @@ def _engine(options: dict[str, Any]) -> None:
     class SlowModel(ScriptedModel):
         def __call__(self, *args: Any) -> Any:
             time.sleep(options.get("step_s", 0.0))
+            if options.get("token_s"):
+                time.sleep(options["token_s"] * args[0].slot_T.numel())
             return super().__call__(*args)
 
     channel = channel_from_arguments()
