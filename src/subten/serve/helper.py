@@ -19,6 +19,7 @@ from subten.serve.lifetime import die_with_parent
 logger = logging.getLogger(__name__)
 
 START_S = 60.0
+NICE = 10
 _LINE_BYTES = 64 * 2**20
 HELLO: dict[str, Any] = {"hello": True}
 """Answered by every helper with itself."""
@@ -80,6 +81,8 @@ async def _exchange(process: asyncio.subprocess.Process, request: dict[str, Any]
 def answer_lines(answer: Callable[[dict[str, Any]], dict[str, Any]], *, memory_bytes: int) -> None:
     """In a helper: serve requests on stdin until it closes, within `memory_bytes` more memory."""
     die_with_parent()
+    # Where a request makes them work hard, the engine and the server go first.
+    os.nice(NICE)
     _limit_memory(memory_bytes)
     for line in sys.stdin.buffer:
         request: dict[str, Any] = json.loads(line)
