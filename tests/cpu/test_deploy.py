@@ -121,7 +121,7 @@ def build_context(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package as the pip line of the image builds it, from what that has, without network."""
+    """The package as the image builds it, from what that has and without network."""
     pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("image")
     build_context(folder / "context")
