@@ -127,17 +127,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build_context(folder / "context")
     done = subprocess.run(
         [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-index",
-            "--no-deps",
-            "--no-build-isolation",
-            "--target",
-            str(folder / "site"),
-            ".[serve,cuda]",
+            *(sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"),
+            *("--no-build-isolation", "--target", str(folder / "site"), ".[serve,cuda]"),
         ],
         cwd=folder / "context",
         capture_output=True,

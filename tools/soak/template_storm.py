@@ -12,6 +12,7 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -66,30 +67,52 @@ def gaps_ms(server: Server, num_tokens: int) -> list[float]:
 
 
 class Storm:
-    """Clients that send what takes long, again and again, until the end of a `with`."""
+    """Another process that sends what takes long, again and again, until the end of a `with`."""
 
     def __init__(self, server: Server) -> None:
-        self._server = server
-        self._end = threading.Event()
+        self._port = server.port
         self.statuses: Counter[int] = Counter()
 
     def __enter__(self) -> Storm:
-        self._threads = [
-            threading.Thread(target=self._attack, args=(attack,)) for attack in ATTACKS
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--attack", str(self._port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._process.stdout is not None
+        self._process.stdout.readline()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end.set()
-        for thread in self._threads:
-            thread.join()
+        said, _none = self._process.communicate(timeout=60)
+        self.statuses.update({int(status): n for status, n in json.loads(said).items()})
 
-    def _attack(self, attack: dict[str, Any]) -> None:
-        while not self._end.wait(0.02):
-            status, _ = self._server.post("/v1/chat/completions", {"model": MODEL} | attack)
-            self.statuses[status] += 1
+
+def attack(port: int) -> None:
+    """Send attacks beside each other until stdin closes, then say what was answered."""
+    end = threading.Event()
+    statuses: Counter[int] = Counter()
+
+    def send(body: bytes) -> None:
+        while not end.wait(0.05):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            connection.request("POST", "/v1/chat/completions", body)
+            statuses[connection.getresponse().status] += 1
+            connection.close()
+
+    threads = [
+        threading.Thread(target=send, args=(json.dumps({"model": MODEL} | body).encode(),))
+        for body in ATTACKS
+    ]
+    for thread in threads:
+        thread.start()
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    end.set()
+    for thread in threads:
+        thread.join()
+    sys.stdout.write(json.dumps(statuses))
 
 
 def main() -> int:
@@ -97,7 +120,11 @@ def main() -> int:
     arguments = parser("T5: templates that take long")
     arguments.add_argument("--rounds", type=int, default=10)
     arguments.add_argument("--tokens", type=int, default=150)
+    arguments.add_argument("--attack", type=int, default=None, help="a port: be the attackers")
     options = parse(arguments)
+    if options.attack is not None:
+        attack(options.attack)
+        return 0
     server = make_server()
     calm: list[float] = []
     stormy: list[float] = []
