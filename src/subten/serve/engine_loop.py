@@ -140,8 +140,6 @@ class EngineLoop:
 
     def _note_starts(self, began_s: float) -> None:
         """Keep when requests had their first step."""
-        if not self._unstarted:
-            return
         waiting = self._engine.scheduler.waiting
         for request_id in [name for name in self._unstarted if name not in waiting]:
             arrival_s = self._unstarted.pop(request_id)
