@@ -1,14 +1,27 @@
-"""What serving adds to a token: one model in an engine of this process and behind a server.
+"""What serving adds to a token: one engine asked directly, and through the server around it.
 
     python benchmarks/serve_overhead.py --model demo --kv-cache-dtype int4
     python benchmarks/serve_overhead.py --device cuda --shape qwen3-30b-a3b --quantization fp8 \\
         --record benchmarks/results/h200-serve-overhead.json
+    python benchmarks/serve_overhead.py --device cpu --tokens 8 --prompt-len 4 --rounds 32 \\
+        --streams 1 --stream-rounds 0
 
-The two take turns, request by request, so that whatever else the machine does meets both alike.
-Each request continues a prompt of its own by `--tokens` tokens, greedily. TPOT is (last - first) /
-(tokens - 1): the engine's by its own clock at the end of each step, the server's by when a client's
-socket, in this process, has the bytes. After that `--streams` requests run together, in turns as
-well, for the spread of the gaps between tokens while all of them decode.
+The two take turns, request by request, and each goes first in turn, so that whatever else the
+machine does meets both alike. It is one process that computes both, so that where its memory lies
+is no difference. Each request continues a prompt of its own by `--tokens` tokens, greedily. TPOT is
+(last - first) / (tokens - 1): the engine's by its own clock at the end of each step, the server's
+by when a client's socket, in this process, has the bytes. `added_ms_interval` has the median of the
+pairs' differences with a probability of 95 %.
+
+Where steps are long and a machine is busy, that interval is wider than what is looked for. What the
+server does is then seen beside the steps: `between_steps_ms_p50` is the engine's time from the end
+of a step to the beginning of the next, alone and behind a server; `added_between_steps_cpu_ms` the
+part of their difference that its thread computes, where the rest is others' having its core; and
+`delivery_ms` the time from the end of a step to the client's having its token, which moves a stream
+as a whole and adds nothing to the gaps in it.
+
+After that `--streams` requests run together, in turns as well, for the spread of the gaps between
+tokens while all of them decode.
 
 With `--shape` the weights are random, and each token's text is a word of its own, so that each
 makes an event. `--shape tiny` is a model whose steps cost next to nothing: what serving adds shows
@@ -20,11 +33,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import random
+import select
 import selectors
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -45,6 +61,7 @@ from subten.config import EngineConfig, ModelConfig, RopeConfig, cache_dir
 from subten.core import SamplingParams
 from subten.device import detect, keep_freed_memory
 from subten.engine.llm import LLM
+from subten.serve.channel import Channel
 from subten.tokenizer import Tokenizer
 from subten.weights.load import LoadedModel
 from subten.weights.upcycled import demo_model
@@ -87,15 +104,13 @@ class Answer:
 
 
 def build(options: argparse.Namespace) -> LLM:
-    """The model in an engine of this process."""
+    """The model in an engine."""
     keep_freed_memory()
     device = detect(options.device)
     settings: dict[str, Any] = {
         "kv_cache_dtype": options.kv_cache_dtype,
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.streams,
-        # Two engines share the device.
-        "gpu_memory_utilization": 0.45,
         "quantization": options.quantization,
     }
     if options.shape is None:
@@ -145,7 +160,107 @@ def run_engine(options: argparse.Namespace) -> None:
 
     channel = channel_from_arguments()
     first_message(channel)
-    serve(channel, build(options))
+    llm = build(options)
+    take_turns(channel, llm, options.control)
+    serve(channel, llm)
+
+
+def take_turns(channel: Channel, llm: LLM, control: str) -> None:
+    """Let whoever listens at `control` run requests while the server has none: see `Alone`."""
+    steps: list[Step] = []
+    step, receive = llm.engine.step, channel.receive
+
+    def timed_step() -> Any:
+        began = (time.perf_counter(), time.thread_time())
+        events = step()
+        steps.append((*began, time.perf_counter(), time.thread_time(), len(events)))
+        return events
+
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(control)
+    lines = sock.makefile("rw", encoding="ascii")
+
+    def answer() -> None:
+        asked = json.loads(lines.readline() or "null")
+        if asked is None:
+            sock.close()
+            return
+        params = SamplingParams(max_tokens=asked["num_tokens"], temperature=0.0, ignore_eos=True)
+        found = llm.generate(asked["prompts"], params) if asked["prompts"] else []
+        answer = {
+            "times_s": [completion.timings.token_times_s for completion in found],
+            "tpot_ms": [completion.tpot_ms for completion in found],
+            "steps": steps,
+        }
+        lines.write(json.dumps(answer) + "\n")
+        lines.flush()
+        steps.clear()
+
+    def receive_or_answer(timeout_s: float) -> Any:
+        # The engine's loop has nothing to do when it is ready to wait.
+        if timeout_s > 0:
+            timeout_s = min(timeout_s, 0.02)
+            if sock.fileno() >= 0 and select.select([sock], [], [], 0)[0]:
+                answer()
+        return receive(timeout_s)
+
+    llm.engine.step = timed_step  # type: ignore[method-assign]
+    channel.receive = receive_or_answer  # type: ignore[method-assign]
+
+
+class Alone:
+    """The server's engine, asked directly."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        listener.settimeout(60)
+        sock, _ = listener.accept()
+        sock.settimeout(600)
+        self._lines = sock.makefile("rw", encoding="ascii")
+
+    def generate(self, prompts: Sequence[list[int]], num_tokens: int) -> dict[str, Any]:
+        """Continue the prompts: "times_s" of each one's tokens, "tpot_ms", and what `steps` has."""
+        self._lines.write(json.dumps({"prompts": prompts, "num_tokens": num_tokens}) + "\n")
+        self._lines.flush()
+        found: dict[str, Any] = json.loads(self._lines.readline())
+        return found
+
+    def steps(self) -> list[Step]:
+        """The steps since the last answer."""
+        found: list[Step] = self.generate([], 1)["steps"]
+        return found
+
+
+Step = tuple[float, float, float, float, int]
+"""Time and the thread's processor seconds at the beginning, both at the end; number of events."""
+
+
+def between_ms(steps: Sequence[Step]) -> list[float]:
+    """From the end of each step of one request to the beginning of the next."""
+    return [(after[0] - before[2]) * 1e3 for before, after in pairwise(steps)]
+
+
+def between_cpu_ms(steps: Sequence[Step]) -> list[float]:
+    """What the engine's thread itself computes between steps, however busy the machine is."""
+    return [(after[1] - before[3]) * 1e3 for before, after in pairwise(steps)]
+
+
+def delivery_ms(steps: Sequence[Step], times_s: Sequence[float]) -> list[float]:
+    """From the end of each step of one request to its token's coming; [] where events merged."""
+    ends_s = [step[2] for step in steps if step[-1]]
+    if len(ends_s) != len(times_s):
+        return []
+    return [(came_s - end_s) * 1e3 for end_s, came_s in zip(ends_s, times_s, strict=True)]
+
+
+def median_interval(samples: Sequence[float]) -> tuple[float, float]:
+    """Where the median is with 95 %, whatever the distribution: order statistics (sign test)."""
+    ordered, num = sorted(samples), len(samples)
+    below, tail = 0.0, 0
+    while below + math.comb(num, tail) / 2**num <= 0.025 and tail < num // 2:
+        below += math.comb(num, tail) / 2**num
+        tail += 1
+    # As many samples as `tail` may lie on one side of it; below 6 none may be left out.
+    return ordered[max(tail - 1, 0)], ordered[num - max(tail, 1)]
 
 
 def run_server(options: argparse.Namespace, own: Sequence[str]) -> None:
@@ -177,23 +292,8 @@ def start_server(
     raise SystemExit("the server does not start")
 
 
-def engine_tpot_ms(llm: LLM, prompt: list[int], num_tokens: int) -> float:
-    """TPOT of one request by the engine's clock."""
-    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    tpot_ms = llm.generate(prompt, params)[0].tpot_ms
-    assert tpot_ms is not None
-    return tpot_ms
-
-
 Times = Sequence[Sequence[float]]
 """When the tokens of each of several requests came, seconds of one clock."""
-
-
-def engine_times_s(llm: LLM, prompts: list[list[int]], num_tokens: int) -> Times:
-    """Requests that run together, by the engine's clock."""
-    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    found = llm.generate(prompts, params)
-    return [completion.timings.token_times_s for completion in found]
 
 
 def gaps_of_all(times_s: Times) -> list[float]:
@@ -276,44 +376,71 @@ def cpu_s(pid: int) -> float:
 
 def measure(options: argparse.Namespace, own: Sequence[str]) -> dict[str, Any]:
     """Take turns, then run all streams together."""
-    llm = build(options)
-    process, port = start_server(own)
-    # What is there stays: a collection between steps would look at all of it.
-    gc.collect()
-    gc.freeze()
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        path = f"{folder}/control"
+        listener.bind(path)
+        listener.listen()
+        process, port = start_server([*own, "--control", path])
+        try:
+            alone = Alone(listener)
+            # What is there stays: a collection between tokens would look at all of it.
+            gc.collect()
+            gc.freeze()
+            return measure_both(options, alone, process.pid, port)
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def measure_both(
+    options: argparse.Namespace, alone: Alone, server_pid: int, port: int
+) -> dict[str, Any]:
+    """The record of an engine and the server around it."""
     rng = random.Random(options.seed)
-    vocab = llm.model_config.vocab_size
 
     def prompt() -> list[int]:
-        return [rng.randrange(vocab) for _ in range(options.prompt_len)]
+        return [rng.randrange(options.vocab) for _ in range(options.prompt_len)]
 
-    try:
-        engine_ms, server_ms, gaps_ms = [], [], []
-        for number in range(-2, options.rounds):
-            of_engine = engine_tpot_ms(llm, prompt(), options.tokens)
-            answer = ask(port, [prompt()], options.tokens)[0]
-            if number >= 0:
-                engine_ms.append(of_engine)
-                server_ms.append(server_tpot_ms(answer, options.tokens))
-                gaps_ms += answer.gaps_ms
-        ask(port, [prompt() for _ in range(options.streams)], options.tokens)
-        engine_times_s(llm, [prompt() for _ in range(options.streams)], options.tokens)
-        spent_ms = 0.0
-        of_server: list[Times] = []
-        of_engine_alone: list[Times] = []
-        for _ in range(options.stream_rounds):
-            prompts = [prompt() for _ in range(options.streams)]
-            of_engine_alone.append(engine_times_s(llm, prompts, options.tokens))
-            before_s = cpu_s(process.pid)
-            answers = ask(port, [prompt() for _ in range(options.streams)], options.tokens)
-            spent_ms += (cpu_s(process.pid) - before_s) * 1e3
-            of_server.append([answer.times_s for answer in answers])
-    finally:
-        process.terminate()
-        process.wait(60)
-    num_tokens = options.stream_rounds * options.streams * options.tokens
+    engine_ms: list[float] = []
+    server_ms: list[float] = []
+    gaps_ms: list[float] = []
+    came_ms: list[float] = []
+    between: dict[str, list[float]] = {"engine": [], "server": []}
+    between_cpu: dict[str, list[float]] = {"engine": [], "server": []}
+
+    def of_engine() -> None:
+        found = alone.generate([prompt()], options.tokens)
+        engine_ms.append(found["tpot_ms"][0])
+        between["engine"] += between_ms(found["steps"])
+        between_cpu["engine"] += between_cpu_ms(found["steps"])
+
+    def of_server() -> None:
+        answer = ask(port, [prompt()], options.tokens)[0]
+        steps = alone.steps()
+        server_ms.append(server_tpot_ms(answer, options.tokens))
+        gaps_ms.extend(answer.gaps_ms)
+        between["server"] += between_ms(steps)
+        between_cpu["server"] += between_cpu_ms(steps)
+        came_ms.extend(delivery_ms(steps, answer.times_s))
+
+    of_engine(), of_server()
+    for samples in (
+        engine_ms,
+        server_ms,
+        gaps_ms,
+        came_ms,
+        *between.values(),
+        *between_cpu.values(),
+    ):
+        samples.clear()
+    for number in range(options.rounds):
+        for turn in (of_engine, of_server) if number % 2 else (of_server, of_engine):
+            turn()
+    added_ms = [b - a for a, b in zip(engine_ms, server_ms, strict=True)]
     gaps_ms.sort()
-    added_ms = median(server_ms) - median(engine_ms)
+    came_ms.sort()
+    between_p50 = {name: median(samples) for name, samples in between.items()}
+    cpu_p50 = {name: median(samples) for name, samples in between_cpu.items()}
     return {
         "kind": "serve_overhead",
         "shape": options.shape or options.model,
@@ -324,21 +451,53 @@ def measure(options: argparse.Namespace, own: Sequence[str]) -> dict[str, Any]:
         "num_requests": options.rounds,
         "engine_tpot_ms_p50": median(engine_ms),
         "server_tpot_ms_p50": median(server_ms),
-        "added_ms_per_token": added_ms,
-        "added_ms_per_token_of_pairs": median(
-            b - a for a, b in zip(engine_ms, server_ms, strict=True)
-        ),
+        "added_ms_per_token": median(server_ms) - median(engine_ms),
+        "added_ms_per_token_of_pairs": median(added_ms),
+        "added_ms_interval": median_interval(added_ms),
+        "between_steps_ms_p50": between_p50,
+        "added_between_steps_ms": between_p50["server"] - between_p50["engine"],
+        "added_between_steps_cpu_ms": cpu_p50["server"] - cpu_p50["engine"],
+        "delivery_ms_p50": percentile(came_ms, 50) if came_ms else None,
+        "delivery_ms_p99": percentile(came_ms, 99) if came_ms else None,
         "bound_ms": BOUND_MS,
         "itl_ms_p50": percentile(gaps_ms, 50),
         "itl_ms_p99": percentile(gaps_ms, 99),
+        **of_streams(options, alone, server_pid, port, prompt),
+        **origin(detect(options.device)),
+    }
+
+
+def of_streams(
+    options: argparse.Namespace,
+    alone: Alone,
+    server_pid: int,
+    port: int,
+    prompt: Callable[[], list[int]],
+) -> dict[str, Any]:
+    """Fields of a record about requests that run together; {} for no rounds."""
+    if not options.stream_rounds:
+        return {}
+    of_server: list[Times] = []
+    of_engine: list[Times] = []
+    spent_ms = 0.0
+    for number in range(-1, options.stream_rounds):
+        prompts = [prompt() for _ in range(options.streams)]
+        engine_times_s = alone.generate(prompts, options.tokens)["times_s"]
+        before_s = cpu_s(server_pid)
+        answers = ask(port, [prompt() for _ in range(options.streams)], options.tokens)
+        if number >= 0:
+            spent_ms += (cpu_s(server_pid) - before_s) * 1e3
+            of_engine.append(engine_times_s)
+            of_server.append([answer.times_s for answer in answers])
+    num_tokens = options.stream_rounds * options.streams * options.tokens
+    return {
         "num_streams": options.streams,
-        **spread("engine_streams", of_engine_alone),
+        **spread("engine_streams", of_engine),
         **spread("streams", of_server),
         "bound_spread": BOUND_SPREAD,
         # A server that is late, or a token that is part of a character, makes fewer events.
         "events_per_token": sum(len(t) for times in of_server for t in times) / num_tokens,
         "server_cpu_ms_per_token": spent_ms / num_tokens,
-        **origin(detect(options.device)),
     }
 
 
@@ -356,7 +515,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--stream-rounds", type=int, default=3)
+    parser.add_argument("--vocab", type=int, default=512, help="prompts are of ids below this")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--control", default=None, help=argparse.SUPPRESS)
     run_part(parser, run_engine, run_server, measure)
 
 

@@ -122,8 +122,13 @@ def serve(
         Path | None, typer.Option("--chat-template", metavar="FILE", help="Jinja template to use.")
     ] = None,
     tool_call_parser: Annotated[
-        str, typer.Option("--tool-call-parser", help="How the model writes calls: hermes, none.")
-    ] = "hermes",
+        str,
+        typer.Option(
+            "--tool-call-parser",
+            help="How the model writes calls: hermes, mistral, llama3_json, none; "
+            "auto: as its chat template shows.",
+        ),
+    ] = "auto",
     max_queued_requests: Annotated[
         int, typer.Option("--max-queued-requests", help="More than these get 429.")
     ] = 256,

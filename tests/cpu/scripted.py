@@ -37,12 +37,20 @@ Script = Callable[[tuple[int, ...]], int | torch.Tensor]
 """From all tokens so far to the next token, or to a row of logits."""
 
 
-def byte_tokenizer(*, chat_template: str | None = None) -> Tokenizer:
-    """Ids 0..255 are bytes, 256 ends, 257.. are a few merged tokens, one with a leading space."""
+def byte_tokenizer(*, chat_template: str | None = None, special: tuple[str, ...] = ()) -> Tokenizer:
+    """Ids 0..255 are bytes, 256 ends, 257.. are a few merged tokens, one with a leading space.
+
+    Special tokens come behind those.
+    """
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"</s>": EOS} | WORDS
     vocabulary |= {f"<unused{i}>": i for i in range(max(WORDS.values()) + 1, VOCAB_SIZE)}
+    for number, name in enumerate(special):
+        del vocabulary[f"<unused{max(WORDS.values()) + 1 + number}>"]
+        vocabulary[name] = max(WORDS.values()) + 1 + number
     backend = Backend(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="</s>"))
-    backend.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
+    backend.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in ("</s>", *special)]
+    )
     backend.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     )

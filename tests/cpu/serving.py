@@ -237,9 +237,12 @@ def _engine(options: dict[str, Any]) -> None:
     from subten.serve.engine_process import channel_from_arguments, first_message, serve
 
     torch.set_num_threads(1)
-    tokenizer = byte_tokenizer(chat_template=CHAT_TEMPLATE)
+    tokenizer = byte_tokenizer(
+        chat_template=CHAT_TEMPLATE + options.get("more_template", ""),
+        special=tuple(options.get("special", ())),
+    )
     scripts = {}
-    for name, text in TEXTS.items():
+    for name, text in (TEXTS | options.get("texts", {})).items():
         for prompt in (name, f"user:{name}\n"):
             scripts[tuple(tokenizer.encode(prompt))] = [*tokenizer.encode(text), 256]
 
@@ -260,6 +263,8 @@ def _engine(options: dict[str, Any]) -> None:
     class SlowModel(ScriptedModel):
         def __call__(self, *args: Any) -> Any:
             time.sleep(options.get("step_s", 0.0))
+            if options.get("token_s"):
+                time.sleep(options["token_s"] * args[0].slot_T.numel())
             return super().__call__(*args)
 
     channel = channel_from_arguments()

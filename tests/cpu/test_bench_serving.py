@@ -104,6 +104,7 @@ def measure(server: FakeServer, **fields: Any) -> tuple[Load, list[Outcome], flo
 
 
 def test_the_wait_for_the_first_token_is_no_gap():
+    # Case P01.
     with FakeServer(answer(0.5, 0.005, 10)) as server:
         load, outcomes, duration_s = measure(server)
     result = summarise(load, outcomes, duration_s, goodput={})
@@ -119,6 +120,7 @@ def test_the_wait_for_the_first_token_is_no_gap():
 
 
 def test_tokens_are_those_of_usage_and_a_mismatch_is_told():
+    # Case P03.
     def script(_body: Any) -> Any:
         # 100 spaces, in four pieces; a tokenizer would make seven tokens of them.
         return [(0.0, piece(" " * 25)) for _ in range(4)] + [(0.0, usage(100)), (0.0, "[DONE]")]

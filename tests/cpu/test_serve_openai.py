@@ -93,6 +93,7 @@ def test_stop_strings_never_leak(client, name, stop):
 
 
 def test_usage_in_streams_only_when_asked(client):
+    # Case A11.
     settings = {"model": MODEL, "messages": chat("fox"), "stream": True}
     for options in (None, {}, {"include_usage": False}):
         more = {} if options is None else {"stream_options": options}
@@ -234,6 +235,23 @@ def test_logit_bias(client):
     assert client.completions.create(**settings, logit_bias=bias).choices[0].text == "zzzzz"
 
 
+def test_penalties(client):
+    # Penalties of every kind are told apart by what they do to a token that another is close to.
+    settings = {"model": MODEL, "prompt": "fox", "max_tokens": 6, "temperature": 0}
+    settings["logit_bias"] = {str(ord("z")): 100.0, str(ord("y")): 99.0}
+
+    def text(**more: float) -> str:
+        extra = {name: more.pop(name) for name in list(more) if name == "repetition_penalty"}
+        return client.completions.create(**settings, **more, extra_body=extra).choices[0].text
+
+    assert text() == "zzzzzz"
+    # 0.4 each time: y passes z after its third, and they go on in turns.
+    assert text(frequency_penalty=0.4) == "zzzyzy"
+    # One and a half once: z falls behind y, which falls behind z.
+    assert text(presence_penalty=1.5) == "zyzzzz"
+    assert text(repetition_penalty=1.1) == "zyzzzz"
+
+
 def test_min_tokens_and_ignored_ends(client):
     settings = {"model": MODEL, "prompt": "fox", "max_tokens": 40, "temperature": 0}
     long = client.completions.create(**settings, extra_body={"ignore_eos": True})
@@ -285,6 +303,7 @@ def test_one_call_where_no_more_are_wanted(client, is_parallel, stream):
 
 
 def test_the_longest_prompt_gets_one_token(client):
+    # Case A09.
     for num_tokens, is_taken in ((MAX_MODEL_LEN - 1, True), (MAX_MODEL_LEN, False)):
         settings = {"model": MODEL, "prompt": "a" * num_tokens, "max_tokens": 2**31}
         if is_taken:
@@ -352,6 +371,7 @@ def test_metrics_count_each_end_once(server):
     assert pages[2] == 0
     assert final["subten:engine_ready"] == 1
     assert final['subten:kv_true_bits{kv_cache_dtype="bf16"}'] > 0
+    assert any(name.startswith("subten:kv_pages_by_fidelity{") for name in final)
     names = ("num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total")
     assert all(f"subten:{name}" in final for name in names)
 

@@ -32,7 +32,6 @@ from subten.serve.metrics import Metrics
 from subten.serve.settings import ServeConfig
 from subten.serve.strict_json import MAX_DEPTH, parse_object
 from subten.serve.supervisor import EngineState
-from subten.serve.tool_calls import CLOSE, OPEN, ToolCallReader
 
 
 def config(**fields: Any) -> ServeConfig:
@@ -119,56 +118,6 @@ def test_json_within_its_depth():
         with pytest.raises(ApiError, match="surrogate"):
             parse_object(b'{"a": ' + text + b"}")
     assert parse_object(b'{"a": "\\ud83e\\uddec"}') == {"a": "\U0001f9ec"}
-
-
-CALL = '{"name": "add", "arguments": {"x": 1}}'
-
-
-@pytest.mark.parametrize(
-    ("text", "shown", "names"),
-    [
-        ("plain", "plain", []),
-        (f"a{OPEN}{CALL}{CLOSE}b", "ab", ["add"]),
-        (f"{OPEN}{CALL}{CLOSE}{OPEN}\n{CALL}\n{CLOSE}", "", ["add", "add"]),
-        (f"{OPEN}{CALL}", "", ["add"]),
-        (f"{OPEN}not json{CLOSE}", f"{OPEN}not json{CLOSE}", []),
-        (f"{OPEN}[1]{CLOSE}", f"{OPEN}[1]{CLOSE}", []),
-        ('<tool_call{"a"', '<tool_call{"a"', []),
-        (f"a{CLOSE}", f"a{CLOSE}", []),
-        (f"{OPEN}{'[' * 5000}{CLOSE}", f"{OPEN}{'[' * 5000}{CLOSE}", []),
-        ("a<", "a<", []),
-    ],
-)
-def test_calls_are_found_however_the_text_is_split(text, shown, names):
-    rng = random.Random()
-    for size in (1, 2, 7, 10_000):
-        reader, found_text, calls, rest = ToolCallReader(), "", [], text
-        while rest:
-            piece = rest[: rng.randint(1, size)]
-            rest = rest[len(piece) :]
-            found = reader.push(piece)
-            found_text += found.text
-            calls += found.calls
-        found = reader.flush()
-        assert found_text + found.text == shown
-        assert [call.name for call in calls + found.calls] == names
-        assert all(json.loads(c.arguments) == {"x": 1} for c in calls + found.calls)
-
-
-def test_hostile_text_takes_linear_time():
-    piece = (OPEN[:-1] + "<") * 200
-    times = []
-    for num_pieces in (20, 80):
-        reader = ToolCallReader()
-        began_s = time.process_time()
-        for _ in range(num_pieces):
-            reader.push(piece)
-        reader.push(OPEN)
-        for _ in range(num_pieces):
-            reader.push(piece)
-        times.append(time.process_time() - began_s)
-    # Four times the text: quadratic time would be sixteen times as much.
-    assert times[1] < 10 * max(times[0], 0.005), times
 
 
 def render(template: str, **variables: Any) -> dict[str, Any]:

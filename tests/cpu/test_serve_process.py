@@ -167,6 +167,7 @@ def test_a_full_queue_says_so_at_once(slow_server):
 
 
 def test_a_killed_engine(slow_server):
+    # Case A14.
     server = slow_server
     growth = Growth(server)
     streams = [Stream(server, prompt=f"long{i}") for i in range(4)]
@@ -206,6 +207,7 @@ def test_a_killed_server_leaves_nothing_behind(own_server):
 
 
 def test_a_frozen_engine(slow_server):
+    # Case A14.
     server = slow_server
     stream = Stream(server)
     server.until(lambda: stream.events)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi")
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "soak"))
+
 from scripted import byte_tokenizer
+from template_storm import STEP_S, Storm, gaps_ms, make_server
 
 from subten.serve.context import Context
 from subten.serve.errors import ApiError
@@ -89,3 +94,16 @@ def test_exactly_one_bos_whoever_writes_it(adds_bos, text):
     token_ids = asyncio.run(context.encode_chat(text, param="messages"))
     has_bos = adds_bos or text.startswith("<s>")
     assert token_ids == [1] * has_bos + [104, 105]
+
+
+def test_templates_that_take_all_they_may_leave_the_streams_of_others():
+    server = make_server()
+    with Storm(server) as storm:
+        # The server takes a second for each of the slow ones, and this stream three.
+        gaps = sorted(gaps_ms(server, 150))
+    assert server.close() == 0
+    assert set(storm.statuses) == {400}
+    assert len(gaps) > 100
+    assert gaps[len(gaps) // 2] < 2 * STEP_S * 1e3
+    # On its loop each would be a gap of a second; tools/soak/template_storm.py has the p99.
+    assert gaps[-3] < RENDER_S * 1e3 / 2, gaps[-5:]

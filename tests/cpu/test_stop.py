@@ -121,6 +121,7 @@ def test_stop_string_of_many_byte_tokens(text: str, stop: str, shown: str) -> No
 
 
 def test_pieces_never_end_inside_a_character() -> None:
+    # Case A04.
     text = "d\u010f \U0001f44b\U0001f3fd\u200d \ud55c\uae00 \u05e9"
     pieces, _ = stream(list(text.encode()))
     assert "".join(pieces) == text

@@ -29,6 +29,8 @@ class Channel:
         self._frames = ipc.FrameReader(ipc.TO_ENGINE_BYTES)
         self._unsent = bytearray()
         self._lock = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
         self._wakes = socket.socketpair()
         for end in self._wakes:
             end.setblocking(False)
@@ -41,8 +43,19 @@ class Channel:
     def send(self, message: ipc.FromEngine) -> None:
         """Send, or keep for later what the socket does not take."""
         with self._lock:
-            self._unsent += ipc.pack(message)
-            self._flush()
+            frame = ipc.pack(message)
+            if self._unsent:
+                self._unsent += frame
+                self._flush()
+                return
+            try:
+                num_sent = self._sock.send(frame)
+            except BlockingIOError:
+                num_sent = 0
+            except OSError as error:
+                raise ServerGoneError from error
+            if num_sent < len(frame):
+                self._unsent += memoryview(frame)[num_sent:]
 
     def receive(self, timeout_s: float) -> list[ipc.ToEngine]:
         """Messages that are there, waiting for the first up to `timeout_s`."""
@@ -54,8 +67,12 @@ class Channel:
             poll.poll(timeout_s * 1e3)
             with contextlib.suppress(BlockingIOError):
                 self._wakes[0].recv(4096)
-        with self._lock:
-            self._flush()
+        if self._unsent:
+            with self._lock:
+                self._flush()
+        # Between two steps there is seldom anything, and this is the cheapest way to know.
+        if not self._poll.poll(0):
+            return []
         messages: list[ipc.ToEngine] = []
         while True:
             try:

@@ -30,7 +30,7 @@ from subten.serve.requests import (
 )
 from subten.serve.streams import DONE, ChoiceFrame, EventStream, collect, event
 from subten.serve.strict_json import read_object
-from subten.serve.tool_calls import Found, FoundCall, ToolCallReader
+from subten.serve.tool_calls import FORMS, Found, FoundCall, ToolCallReader
 
 
 async def create_chat_completion(context: Context, request: Request) -> Response:
@@ -50,6 +50,7 @@ async def create_chat_completion(context: Context, request: Request) -> Response
         n=body.n or 1,
         tenant=request.state.tenant,
         grammar=await context.grammar(_grammar(context, body)),
+        shown_tokens=_shown_tokens(context, body),
     )
     generation = context.generator.start(job)
     request.state.generation = generation
@@ -81,14 +82,18 @@ async def _prompt(context: Context, body: ChatBody) -> list[int]:
 
 def _grammar(context: Context, body: ChatBody) -> Grammar | None:
     """What the answer must follow: a format, a grammar, or the call of a function."""
-    form = of_format(body.response_format, param="response_format")
+    asked_form = of_format(body.response_format, param="response_format")
     asked = of_structured_outputs(body.structured_outputs)
-    if form is not None and asked is not None:
+    if asked_form is not None and asked is not None:
         raise bad_field("structured_outputs", "allowed: this or response_format, not both")
-    asked = asked or form
+    asked = asked or asked_form
     if not _is_call_forced(body):
-        reads_calls = context.has_tool_parser and body.tool_choice != "none"
-        return asked or (of_strict_calls(body.tools) if reads_calls else None)
+        form = context.call_form
+        if asked is not None or form is None or not _may_call(body):
+            return asked
+        return of_strict_calls(
+            body.tools, form, form.special_marks(context.need_tokenizer("tools"))
+        )
     if asked is not None:
         raise bad_field(asked.param.partition(".")[0], "not allowed with this tool_choice")
     assert body.tools is not None
@@ -96,8 +101,19 @@ def _grammar(context: Context, body: ChatBody) -> Grammar | None:
     return of_call(body.tools, body.tool_choice)
 
 
+def _may_call(body: ChatBody) -> bool:
+    return bool(body.tools) and body.tool_choice != "none"
+
+
 def _is_call_forced(body: ChatBody) -> bool:
     return body.tool_choice not in (None, "none", "auto")
+
+
+def _shown_tokens(context: Context, body: ChatBody) -> dict[int, str]:
+    """Special tokens that begin or end calls, where those are read."""
+    if context.call_form is None or context.tokenizer is None or not _may_call(body):
+        return {}
+    return context.call_form.special_marks(context.tokenizer)
 
 
 def _max_tokens(body: ChatBody) -> int | None:
@@ -117,10 +133,11 @@ class _Writer:
 
     def __init__(self, context: Context, body: ChatBody) -> None:
         self._texts = TokenTexts(context.need_tokenizer("logprobs")) if body.logprobs else None
-        self._is_forced = _is_call_forced(body)
-        self._has_tools = bool(body.tools) and body.tool_choice != "none"
         # A forced call is JSON by itself, whatever form the model uses of its own will.
-        self._has_tools = self._has_tools and (context.has_tool_parser or self._is_forced)
+        is_forced = _is_call_forced(body)
+        self._form = None if is_forced else context.call_form
+        self._has_tools = _may_call(body) and (is_forced or self._form is not None)
+        self._new_call_id = (context.call_form or FORMS["hermes"]).new_id
         self._max_calls = 1 if body.parallel_tool_calls is False else sys.maxsize
         self._readers: dict[int, ToolCallReader] = {}
         self._num_calls: dict[int, int] = {}
@@ -173,7 +190,7 @@ class _Writer:
     def _read(self, piece: Piece) -> Found:
         if not self._has_tools:
             return Found(text=piece.text)
-        reader = self._readers.setdefault(piece.index, ToolCallReader(is_bare=self._is_forced))
+        reader = self._readers.setdefault(piece.index, ToolCallReader(self._form))
         found = reader.push(piece.text)
         if piece.finish_reason is not None:
             rest = reader.flush()
@@ -188,7 +205,7 @@ class _Writer:
             number = self._num_calls.get(index, 0)
             self._num_calls[index] = number + 1
             function = {"name": call.name, "arguments": call.arguments}
-            entry = {"id": new_id("call"), "type": "function", "function": function}
+            entry = {"id": self._new_call_id(), "type": "function", "function": function}
             shown.append({"index": number} | entry if is_delta else entry)
         return shown
 

@@ -15,6 +15,7 @@ from subten.serve.generation import Generator
 from subten.serve.grammar import Grammar, GrammarChecker
 from subten.serve.metrics import Metrics
 from subten.serve.templates import ChatTemplates
+from subten.serve.tool_calls import CallForm
 from subten.tokenizer import Tokenizer
 
 OFF_LOOP_CHARS = 2000
@@ -34,7 +35,7 @@ class Context:
     grammars: GrammarChecker
     keys: KeyRing
     hosts: HostList
-    has_tool_parser: bool
+    call_form: CallForm | None
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     def created_now(self) -> int:

@@ -12,11 +12,11 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from subten.core import PAGE_SIZE, FinishReason, SamplingParams, TokenLogprobs
-from subten.engine.stop import NoText, TextOutput
+from subten.engine.stop import Detokenizer, NoText, TextOutput
 from subten.serve import ipc
 from subten.serve.errors import ApiError
 from subten.serve.metrics import Metrics
@@ -38,6 +38,7 @@ class Job:
     tenant: str = ""
     grammar: str = ""
     skip_special_tokens: bool = True
+    shown_tokens: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,6 +66,20 @@ class _Choice:
         self.last_s = 0.0
         self.finish: str | None = None
         self.followers: list[ipc.Submit] = []
+
+
+class _Showing:
+    """A detokeniser that spells out some of the special tokens, which the other leaves out."""
+
+    def __init__(self, inner: Detokenizer, texts: Mapping[int, str]) -> None:
+        self._inner = inner
+        self._texts = texts
+        self.flush = inner.flush
+
+    def push(self, token_id: int) -> str:
+        """Text that this token completes."""
+        text = self._texts.get(token_id)
+        return self._inner.push(token_id) if text is None else self._inner.flush() + text
 
 
 class Generator:
@@ -137,11 +152,13 @@ class Generation:
         for index, number in enumerate(numbers):
             tokenizer = generator.tokenizer
             prompt = job.prompts[index // job.n]
-            detokenizer = (
+            detokenizer: Detokenizer = (
                 NoText()
                 if tokenizer is None
                 else tokenizer.stream(skip_special_tokens=job.skip_special_tokens, context=prompt)
             )
+            if job.shown_tokens:
+                detokenizer = _Showing(detokenizer, job.shown_tokens)
             output = TextOutput(detokenizer, job.sampling.stop, min_tokens=job.sampling.min_tokens)
             choice = _Choice(index, str(number), len(prompt), output)
             self._choices.append(choice)

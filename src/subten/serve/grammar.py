@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,14 +20,17 @@ from subten.serve.protocol import (
     StructuredOutputs,
     ToolSpec,
 )
-from subten.serve.tool_calls import CLOSE, OPEN
+from subten.serve.tool_calls import CallForm
 
 MAX_GRAMMAR_CHARS = 2**16
 MAX_DEPTH = 32
 COMPILE_S = 2.0
 CACHE_CHARS = 2**22
 """Grammars that are known to be good, in characters."""
+BYTES_END = 256
+"""The end token of the vocabulary in which grammars are tried."""
 _MODULE = "subten.serve.grammar_process"
+_TOKEN_ID = re.compile(r"<\[\d+\]>")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,11 +40,21 @@ class Grammar:
     kind: Literal["json_schema", "regex", "lark"]
     value: dict[str, Any] | str
     param: str
+    has_token_ids: bool = False
 
     @property
     def text(self) -> str:
         """The grammar as the engine takes it."""
         return json.dumps({self.kind: self.value})
+
+    @property
+    def tried_text(self) -> str:
+        """The grammar for a vocabulary of bytes, whose only special token stands for all."""
+        if self.kind != "lark" or not self.has_token_ids:
+            return self.text
+        assert isinstance(self.value, str)
+        value = _TOKEN_ID.sub(f"<[{BYTES_END}]>", self.value)
+        return json.dumps({self.kind: value})
 
 
 class GrammarChecker:
@@ -61,16 +76,17 @@ class GrammarChecker:
 
     async def check(self, grammar: Grammar) -> str:
         """A grammar as text for the engine; ApiError 400 where it cannot be followed."""
-        text, param = grammar.text, grammar.param
-        if len(text) > MAX_GRAMMAR_CHARS:
-            raise bad_field(param, f"allowed: at most {MAX_GRAMMAR_CHARS} characters")
+        param = grammar.param
         if isinstance(grammar.value, dict) and _depth(grammar.value) > MAX_DEPTH:
             raise bad_field(param, f"nested deeper than {MAX_DEPTH}")
+        text = grammar.text
+        if len(text) > MAX_GRAMMAR_CHARS:
+            raise bad_field(param, f"allowed: at most {MAX_GRAMMAR_CHARS} characters")
         if text in self._good:
             self._good.move_to_end(text)
             return text
         async with self._lock:
-            answer = await self._helper.ask({"grammar": text})
+            answer = await self._helper.ask({"grammar": grammar.tried_text})
         if answer is None:
             raise bad_field(param, f"it takes more than {COMPILE_S:.0f} s or too much memory")
         if "error" in answer:
@@ -135,38 +151,66 @@ def of_call(tools: list[ToolSpec], choice: str | NamedTool) -> Grammar:
     return _json(_call(named), "tools")
 
 
-def of_strict_calls(tools: list[ToolSpec] | None) -> Grammar | None:
-    """Any text, its calls as strict functions want them; None where no function is strict."""
+def of_strict_calls(
+    tools: list[ToolSpec] | None, form: CallForm, special: Mapping[int, str]
+) -> Grammar | None:
+    """Any text, its calls as strict functions want them; None where no function is strict.
+
+    `special` has the marks of the form that are special tokens, which no other text spells.
+    """
     named = [tool.function for tool in tools or ()]
     if not any(function.strict for function in named):
         return None
     anything = {"parameters": {"type": "object"}}
-    schema = _call([f if f.strict else f.model_copy(update=anything) for f in named])
-    close = CLOSE.replace("/", r"\/")
-    rules = (
-        "start: (text call)* rest",
-        rf"text[lazy]: /(.|\n)*{OPEN}/",
-        r"rest: /(.|\n)*/",
-        rf"call: /[ \n]{{0,2}}/ %json {json.dumps(schema)} /[ \n]{{0,2}}{close}/",
-    )
-    return Grammar(kind="lark", value="\n".join(rules), param="tools")
+    named = [f if f.strict else f.model_copy(update=anything) for f in named]
+    ids = {mark: f"<[{token_id}]>" for token_id, mark in special.items()}
+    rules = [*_strict_rules(named, form, ids), r"rest: /(.|\n)*/", r"space: /[ \n]{0,2}/"]
+    return Grammar(kind="lark", value="\n".join(rules), param="tools", has_token_ids=bool(ids))
 
 
-def _call(functions: list[FunctionSpec]) -> dict[str, Any]:
+def _strict_rules(
+    functions: list[FunctionSpec], form: CallForm, ids: Mapping[str, str]
+) -> list[str]:
+    call = f"call: %json {json.dumps(_call(functions, key=form.key))}"
+    if form.may_be_bare:
+        tag = f"({ids[form.open]})?" if form.open in ids else ""
+        calls = f'{tag} space call (";" space call)*'
+        return [f"start: free | {calls}", r"free: (/[^ \n\t{](.|\n)*/)?", call]
+    text = rf"text[lazy]: /(.|\n)*{_escaped(form.open)}/"
+    if form.open in ids:
+        text = rf"text: /(.|\n)*/ {ids[form.open]}"
+    if form.close:
+        close = ids.get(form.close) or f"/{_escaped(form.close)}/"
+        return [f"start: (text space call space {close})* rest", text, call]
+    if "[ARGS]" not in ids:
+        return ['start: rest | text space "[" call ("," space call)* "]"', text, call]
+    begin = ids["[ARGS]"]
+    calls = " | ".join(f'"{f.name}" {begin} %json {json.dumps(_parameters(f))}' for f in functions)
+    return [f"start: rest | text call ({ids[form.open]} call)*", text, f"call: {calls}"]
+
+
+def _escaped(mark: str) -> str:
+    return re.sub(r"([/\[\]|])", r"\\\1", mark)
+
+
+def _call(functions: list[FunctionSpec], *, key: str = "arguments") -> dict[str, Any]:
     """The schema of a call of one of the functions."""
     calls = []
     for function in functions:
-        parameters = function.parameters or {"type": "object", "properties": {}}
-        properties = {"name": {"const": function.name}, "arguments": parameters}
+        properties = {"name": {"const": function.name}, key: _parameters(function)}
         calls.append(
             {
                 "type": "object",
                 "properties": properties,
-                "required": ["name", "arguments"],
+                "required": ["name", key],
                 "additionalProperties": False,
             }
         )
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def _parameters(function: FunctionSpec) -> dict[str, Any]:
+    return function.parameters or {"type": "object", "properties": {}}
 
 
 def _json(schema: dict[str, Any], param: str) -> Grammar:

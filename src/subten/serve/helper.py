@@ -6,6 +6,7 @@ What they do on a request's behalf cannot take more memory or time than they hav
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -19,6 +20,8 @@ from subten.serve.lifetime import die_with_parent
 logger = logging.getLogger(__name__)
 
 START_S = 60.0
+NICE = 10
+"""Where requests make helpers work hard, or start anew, the engine and the server go first."""
 _LINE_BYTES = 64 * 2**20
 HELLO: dict[str, Any] = {"hello": True}
 """Answered by every helper with itself."""
@@ -57,6 +60,7 @@ class Helper:
                 limit=_LINE_BYTES,
                 env={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )
+            _make_nice(self._process.pid)
             async with asyncio.timeout(START_S):
                 await _exchange(self._process, HELLO)
         return self._process
@@ -67,6 +71,12 @@ class Helper:
         if process is not None and process.returncode is None:
             process.kill()
             await process.wait()
+
+
+def _make_nice(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        os.setpriority(os.PRIO_PROCESS, pid, min(own + NICE, 19))
 
 
 async def _exchange(process: asyncio.subprocess.Process, request: dict[str, Any]) -> bytes:

@@ -28,6 +28,7 @@ from subten.serve.metrics import Metrics
 from subten.serve.settings import ServeConfig
 from subten.serve.supervisor import ENGINE_COMMAND, Supervisor, WatchLimits
 from subten.serve.templates import ChatTemplates
+from subten.serve.tool_calls import form_of
 from subten.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,9 @@ def make_context(
         grammars=GrammarChecker(),
         keys=KeyRing(config.api_key),
         hosts=HostList(config.hosts),
-        has_tool_parser=config.tool_call_parser != "none",
+        call_form=form_of(
+            config.tool_call_parser, None if tokenizer is None else tokenizer.chat_template
+        ),
     )
 
 

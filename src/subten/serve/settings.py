@@ -8,8 +8,9 @@ from pathlib import Path
 from subten.config import EngineConfig
 from subten.core import ConfigError, refuse
 from subten.serve.auth import is_loopback
+from subten.serve.tool_calls import FORMS
 
-TOOL_PARSERS = ("hermes", "none")
+TOOL_PARSERS = ("auto", *FORMS, "none")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +30,7 @@ class ServeConfig:
     allowed_host: tuple[str, ...] = ()
     served_model_name: tuple[str, ...] = ()
     chat_template: Path | None = None
-    tool_call_parser: str = "hermes"
+    tool_call_parser: str = "auto"
     max_queued_requests: int = 256
     drain_timeout: float = 30.0
 

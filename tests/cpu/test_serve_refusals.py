@@ -1,0 +1,116 @@
+"""Refused requests: they take no memory, need no assertions, and come in their order."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from serving import KEY, MODEL, TEXTS, Server, children, raw
+from test_serve_limits import BIG, CHAT_NUMBERS, NUMBERS, check_alive, check_error
+
+MAX_GROWTH_MB = 50
+
+
+def peak_mb(server: Server) -> float:
+    """The most memory that the server and each of its processes ever had (Linux)."""
+    pids = [server.process.pid, *children(server.process.pid, "engine")]
+    total_kb = 0
+    for pid in [*pids, *children(server.process.pid, "-m")]:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+        total_kb += int(status.partition("VmHWM:")[2].split()[0])
+    return total_kb / 1024
+
+
+def huge() -> list[tuple[str, dict[str, Any]]]:
+    """Each number at, above and far above its limit, alone and with another."""
+    numbers = [17, 21, 129, 1025, 2**20, *BIG, -1, -(2**63)]
+    names = ("n", "logprobs", "top_k", "min_tokens", "seed", "best_of", "prompt_logprobs")
+    found = []
+    for name in names:
+        for number in numbers:
+            found.append(("/v1/completions", {"prompt": ["a"] * 16, name: number, "max_tokens": 1}))
+    message = [{"role": "user", "content": "a"}]
+    for name in ("n", "top_logprobs", "max_tokens", "max_completion_tokens"):
+        for number in (n for n in numbers if n not in BIG or name not in ("max_tokens",)):
+            found.append(("/v1/chat/completions", {"messages": message, name: -abs(number)}))
+    for size in (17, 257, 1025, 20_000):
+        found += [
+            ("/v1/completions", {"prompt": "a", "stop": ["a"] * size}),
+            ("/v1/completions", {"prompt": "a", "stop": "a" * 257 * size}),
+            ("/v1/completions", {"prompt": "a", "stop_token_ids": [-1] * size}),
+            ("/v1/completions", {"prompt": "a", "logit_bias": {str(-i): 1 for i in range(size)}}),
+            ("/v1/completions", {"prompt": ["a"] * 8 * size}),
+            ("/v1/completions", {"prompt": [[-1]] * size}),
+            ("/v1/chat/completions", {"messages": message * 2 * size, "colour": 1}),
+            ("/v1/chat/completions", {"messages": message, "tools": [{}] * size}),
+        ]
+    return found
+
+
+def test_what_is_refused_takes_no_memory(server):
+    # Threat T7.
+    check_alive(server)
+    for path, body in huge()[:20]:
+        server.post(path, {"model": MODEL} | body)
+    before = peak_mb(server)
+    for path, body in huge():
+        status, value = server.post(path, {"model": MODEL} | body)
+        # A few of these mean something: a top_k beyond the vocabulary, a negative seed.
+        if status == 200:
+            assert set(body) & {"top_k", "seed", "n", "logprobs", "min_tokens"}, body
+            continue
+        assert status in (400, 413), (status, str(body)[:200])
+        check_error(value)
+    assert peak_mb(server) - before < MAX_GROWTH_MB
+
+
+def test_pipelined_requests_are_answered_in_their_order(server):
+    # Threat T17: three requests in one piece, a wrong one between two.
+    def one(body: dict[str, Any], last: bool) -> bytes:
+        data = json.dumps({"model": MODEL, "temperature": 0} | body).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+        )
+        head += f"Content-Length: {len(data)}\r\n" + "Connection: close\r\n" * last
+        return head.encode() + b"\r\n" + data
+
+    bodies = [{"prompt": "fox"}, {"prompt": "fox", "n": 17}, {"prompt": "gene"}]
+    texts = [one(body | {"max_tokens": 99}, body is bodies[-1]) for body in bodies]
+    said = raw(server.port, b"".join(texts)).decode()
+    parts = said.split("HTTP/1.1 ")[1:]
+    assert [part[:3] for part in parts] == ["200", "400", "200"]
+    values = [json.loads(part.partition("\r\n\r\n")[2]) for part in parts]
+    assert values[0]["choices"][0]["text"] == TEXTS["fox"]
+    assert values[1]["error"]["param"] == "n"
+    assert values[2]["choices"][0]["text"] == TEXTS["gene"]
+
+
+def test_python_without_assertions_refuses_as_much(monkeypatch):
+    # Threat T3: with -O no assertion is left to lean on.
+    monkeypatch.setenv("PYTHONOPTIMIZE", "1")
+    server = Server(api_key=[KEY])
+    try:
+        for field, values in NUMBERS.items():
+            body = {"model": MODEL, "prompt": "a", field: random.choice(values)}
+            status, value = server.post("/v1/completions", body)
+            assert status == 400, (body, value)
+            check_error(value)
+        messages = [{"role": "user", "content": "a"}]
+        for field, values in CHAT_NUMBERS.items():
+            body = {"model": MODEL, "messages": messages, field: random.choice(values)}
+            body |= {"logprobs": True} if field == "top_logprobs" else {}
+            status, value = server.post("/v1/chat/completions", body)
+            assert status == 400, (body, value)
+            check_error(value)
+        for prompt in ([-1], [320], [2**40], "a" * 2000, ""):
+            assert server.post("/v1/completions", {"model": MODEL, "prompt": prompt})[0] == 400
+        assert server.request("POST", "/v1/completions", b"{}")[0] == 401
+        check_alive(server)
+    finally:
+        assert server.close() == 0
