@@ -233,11 +233,12 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     for (int slice = first + warp; slice < end; slice += num_warps) {
         const int limit = num_keys - slice * KEYS;
         typename Sums::Scores p;
+        float of_slice[TILES_H][2];
         wait_phase(P::barrier_of(stage), parity);
         if (Rows::APPENDS && slice == patched) patch(stage, limit - 1, false);
         own.score(p, stage);
         if (!P::HAS_BOTH) give_back();
-        own.weigh(p, limit);
+        own.weigh(p, of_slice, limit);
         if (!P::HAS_BOTH) wait_phase(P::barrier_of(stage), parity);
         u8* values = stage + P::VALUES_AT;
         if (Rows::APPENDS && slice == patched) patch(values, limit - 1, true);

@@ -100,6 +100,13 @@ INLINE u32 and_xor(u32 w, u32 mask, u32 bits) {
     return out;
 }
 
+// Bits of `a` where `mask` has ones, of `b` elsewhere, as one instruction too.
+INLINE u32 select_bits(u32 mask, u32 a, u32 b) {
+    u32 out;
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(out) : "r"(mask), "r"(a), "r"(b));
+    return out;
+}
+
 // Byte i is the byte of `table` that the i-th lowest nibble of `nibbles`, at most 3, names. Not
 // __byte_perm, which masks a selector first.
 INLINE u32 bytes_of_nibbles(u32 table, u32 nibbles) {

@@ -9,7 +9,7 @@
 //
 //   page_table -> page -> K at its id:  | low bits | high bits | norms |
 //                      -> place:  (base, fine) ids of V:  | codes | norms |,  | finer codes |
-//   a warp's ring:     | K, a row of the table | V base, V fine | K ... |
+//   a warp's ring:     | K, a row of the table, V base, V fine | K ... |
 //
 // Levels of K are bytes out of tables in registers, and q integers of two bytes, as for int2; levels
 // of V at 4 bits come out of a table of all pairs of codes in shared memory, a copy a lane, so that no
@@ -24,7 +24,8 @@
 //                                                                  scores of exact keys |
 //
 // Exact rows, few and in at most a few pages, hide their keys' codes. They are read straight from
-// memory when the pages are done, a warp a key, in FP32, and join the sums of that warp.
+// memory when the pages are done, a warp a key, in FP32, and join the sums of that warp: of any
+// split, so that none has many, but where masses are counted, for a page's is its own split's.
 //
 // Bytes: planes of all pages but for exact rows, 4 C of the table a page and KV head. The loop at
 // D = 128 and 4 bits of both, with a table: see docs/performance.md.
@@ -33,6 +34,7 @@
 #include "mixed_slice.cuh"
 
 #define ARENA_ROW 256
+#define MAX_MIXED_WARPS 8
 
 struct Plane {
     const u8* at;
@@ -81,7 +83,7 @@ template <int DIM>
 INLINE void fill_angles(u8* arena, const float* table, int table_len) {
     constexpr int STEPS = DIM / 16;
     const int num_warps = blockDim.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-#pragma unroll 1
+#pragma unroll 2
     for (int f = threadIdx.x / WARP; f < 4 * STEPS; f += num_warps) {
         const int tile = f / STEPS, step = f % STEPS, pair = 16 * (step / 2) + 4 * t + step % 2 * 2;
         u32 words[4];
@@ -121,7 +123,8 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     const int group = call.group, num_stages = call.num_stages;
     // First, so that its address is a constant.
     u8* const arena = dynamic_shared;
-    u8* const rings = dynamic_shared + 256 * ARENA_ROW;
+    float* const norms = reinterpret_cast<float*>(arena + 256 * ARENA_ROW);
+    u8* const rings = arena + 256 * ARENA_ROW + MAX_MIXED_WARPS * P::NORMS * 4;
     u8* ring = rings + warp * num_stages * P::STAGE;
     const bool has_idle = (int)gridDim.x != call.num_kv_heads;
     int kv_head = blockIdx.x, tile = blockIdx.y, split = blockIdx.z;
@@ -160,10 +163,13 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     }
     const int end = first + (rest < slices_each ? rest : slices_each);
 
-    // The producer goes through K and V of the warp's pages first + warp, first + warp + num_warps,
-    // ... Lane l holds page and places of the l-th of the 32 that it is at.
+    // The producer goes through the warp's pages first + warp, first + warp + num_warps, ... Lane l
+    // holds page and places of the l-th of the 32 that it is at.
     const int* table_row = call.page_table + seq * call.page_table_stride;
-    int put_slice = first + warp, put_part = 0, page = 0, base = 0, fine = -1;
+    const u8* head_k = mixed.k.of(0, kv_head);
+    const u8* head_base = mixed.base.of(0, kv_head);
+    const u8* head_fine = mixed.fine.of(0, kv_head);
+    int put_slice = first + warp, num_left = WARP, page = 0, base = 0, fine = -1;
     auto load_places = [&] {
         const int slice = put_slice + lane * num_warps;
         if (slice >= end) return;
@@ -173,32 +179,27 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     };
     auto put = [&](u8* stage) {
         if (put_slice >= end) return;
-        const int from = put_part / 2, fine_id = shuffle_from(fine, from);
-        u64* barrier = P::barrier_of(stage);
-        if (put_part % 2 == 0) {
-            const int page_id = shuffle_from(page, from);
-            if (lane == 0) {
-                expect_bytes(barrier, HAS_TABLE ? P::K_END : P::K_BYTES);
-                copy_bulk(stage, mixed.k.of(page_id, kv_head), P::K_BYTES, barrier);
-                if (HAS_TABLE)
-                    copy_bulk(stage + P::TABLE_ROW, mixed.table + (i64)put_slice * PAGE_KEYS * DIM,
-                              P::TABLE_BYTES, barrier);
-            }
-        } else {
-            const int base_id = shuffle_from(base, from);
-            if (lane == 0) {
-                *P::note_of(stage) = fine_id;
-                expect_bytes(barrier, fine_id < 0 ? P::BASE_BYTES : P::V_END);
-                copy_bulk(stage, mixed.base.of(base_id, kv_head), P::BASE_BYTES, barrier);
-                if (fine_id >= 0)
-                    copy_bulk(stage + P::BASE_BYTES, mixed.fine.of(fine_id, kv_head), P::FINE_BYTES,
-                              barrier);
-            }
-            put_slice += num_warps;
+        // The next page is lane 0's from here on.
+        if (lane == 0) {
+            u64* barrier = P::barrier_of(stage);
+            *P::note_of(stage) = fine;
+            expect_bytes(barrier, P::K_BYTES + P::BASE_BYTES + (HAS_TABLE ? P::TABLE_BYTES : 0) +
+                                      (fine < 0 ? 0 : P::FINE_BYTES));
+            copy_bulk(stage, head_k + page * mixed.k.stride, P::K_BYTES, barrier);
+            if (HAS_TABLE)
+                copy_bulk(stage + P::TABLE_ROW, mixed.table + (i64)put_slice * PAGE_KEYS * DIM,
+                          P::TABLE_BYTES, barrier);
+            copy_bulk(stage + P::BASE, head_base + base * mixed.base.stride, P::BASE_BYTES, barrier);
+            if (fine >= 0)
+                copy_bulk(stage + P::FINE, head_fine + fine * mixed.fine.stride, P::FINE_BYTES,
+                          barrier);
         }
-        ++put_part;
-        if (put_part == 2 * WARP) {
-            put_part = 0;
+        put_slice += num_warps;
+        page = shuffle_from(page, (lane + 1) % WARP);
+        base = shuffle_from(base, (lane + 1) % WARP);
+        fine = shuffle_from(fine, (lane + 1) % WARP);
+        if (--num_left == 0) {
+            num_left = WARP;
             load_places();
         }
     };
@@ -212,7 +213,7 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     ExactRows exact{};
     exact.num_keys = num_keys;
     exact.first_near = num_keys;
-    if (num_keys > 0 && mixed.window > 0 && end * PAGE_KEYS > num_seen - mixed.window) {
+    if (num_keys > 0 && mixed.window > 0) {
         const int near = num_seen - mixed.window, from = load_from_l2(mixed.recent_from + seq);
         exact.base = load_from_l2(mixed.recent_base + seq);
         exact.cap = load_from_l2(mixed.recent_cap + seq);
@@ -220,21 +221,27 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
         if (exact.first_near > num_keys) exact.first_near = num_keys;
         exact.recent = mixed.recent + kv_head * mixed.recent_head_stride;
         exact.recent_stride = mixed.recent_stride;
-        // All but the newest are in memory: to L2, from where they will be read.
-        if (end == num_slices && warp == 0) {
-            const int start = exact.first_near < 0 ? 0 : exact.first_near;
-#pragma unroll 1
-            for (int key = start + lane; key < num_keys - 1; key += WARP)
-                prefetch_bulk(exact.row<DIM>(key, false), 4 * DIM);
-        }
     }
-    if (num_keys > 0 && mixed.num_sinks > 0 && first == 0) {
+    if (num_keys > 0 && mixed.num_sinks > 0) {
         const int sink = load_from_l2(mixed.sink_of + load_from_l2(table_row));
         if (sink >= 0) {
             exact.sinks = reinterpret_cast<const u16*>(mixed.sinks.of(sink, kv_head));
             exact.sink_values = mixed.num_sinks * DIM;
             exact.num_sinks = mixed.num_sinks < num_keys ? mixed.num_sinks : num_keys;
         }
+    }
+    // The block's exact keys, of sinks and then of recent ones: every `exact_step`-th from
+    // `first_exact` on, the first of which a warp fetches to L2, but for the newest of all.
+    const bool has_masses = mixed.shares != nullptr;
+    const int num_used = (num_slices + slices_each - 1) / slices_each;
+    exact.span(has_masses ? first * PAGE_KEYS : 0, has_masses ? end * PAGE_KEYS : num_keys);
+    const int first_exact = has_masses ? warp : split + warp * num_used;
+    const int exact_step = has_masses ? num_warps : num_warps * num_used;
+    if (first_exact < exact.count() && exact.key(first_exact) < num_keys - 1 && lane < 2) {
+        const int key = exact.key(first_exact);
+        if (lane == 0) prefetch_bulk(exact.row<DIM>(key, false), 2 * DIM);
+        if (lane == 1) prefetch_bulk(exact.row<DIM>(key, true), 2 * DIM);
+        if (HAS_TABLE && lane == 0) prefetch_bulk(mixed.table + (i64)key * DIM, 4 * DIM);
     }
     if (mixed.has_fine) fill_levels(arena);
     if (HAS_TABLE) fill_angles<DIM>(arena, mixed.table, mixed.table_len);
@@ -304,7 +311,7 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     }
     __syncthreads();
 
-    Sums own(lane, reinterpret_cast<const u16*>(q_shared), q_facts);
+    Sums own(lane, reinterpret_cast<const u16*>(q_shared), q_facts, norms + warp * P::NORMS);
     const float* own_coefs = coefs + own.g * COEFS;
     const u8* fragments = arena + lane / 8 * ARENA_ROW + 128 + lane % 8 * 16;
     float* shares = nullptr;
@@ -326,18 +333,17 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
         const int first_key = slice * PAGE_KEYS;
         typename Sums::Scores p;
         wait_phase(P::barrier_of(stage), parity);
+        own.decode_norms(stage);
         own.score(p, stage);
         if (HAS_TABLE)
             own.add_positions(p, reinterpret_cast<const float*>(stage + P::TABLE_ROW), own_coefs,
                               fragments);
-        give_back();
         own.hide(p, exact.num_sinks - first_key, exact.first_near - first_key);
-        own.weigh(p, PAGE_KEYS);
-        wait_phase(P::barrier_of(stage), parity);
+        float of_page[1][2];
+        own.weigh(p, of_page, PAGE_KEYS);
+        if (shares) own.put_share(shares + (i64)slice * HEADS, of_page[0]);
         u32 pairs[Sums::TILES][2];
-        float of_page[2] = {};
-        own.weigh_values(pairs, of_page, p, stage);
-        if (shares) own.put_share(shares + (i64)slice * HEADS, of_page);
+        own.weigh_values(pairs, p);
         if (*P::note_of(stage) < 0)
             own.add_base(pairs, stage);
         else
@@ -357,25 +363,18 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     own.finish(rows, stats[warp]);
     sync_warp();
 
-    // Exact keys of the block's pages: sinks, then recent ones, a warp a key.
-    const int start = first * PAGE_KEYS, stop = end * PAGE_KEYS;
-    const int num_sinks = start < exact.num_sinks ? exact.num_sinks - start : 0;
-    int first_near = exact.first_near < start ? start : exact.first_near;
-    first_near = first_near < exact.num_sinks ? exact.num_sinks : first_near;
-    const int last_near = num_keys < stop ? num_keys : stop;
-    const int num_near = last_near > first_near ? last_near - first_near : 0;
     float* scores = reinterpret_cast<float*>(arena + 128 * ARENA_ROW + 128);
     auto scores_of = [&](int i) { return scores + i / 4 * (ARENA_ROW / 4) + i % 4 * HEADS; };
-    if (warp < num_sinks + num_near) {
+    if (first_exact < exact.count()) {
         ExactSums<DIM> sums;
         const int at = lane * (DIM / WARP);
 #pragma unroll 1
-        for (int i = warp; i < num_sinks + num_near; i += num_warps) {
-            const int key = i < num_sinks ? start + i : first_near + i - num_sinks;
+        for (int i = first_exact; i < exact.count(); i += exact_step) {
+            const int key = exact.key(i);
             sums.add(exact.row<DIM>(key, false) + at,
                      exact.row<DIM>(key, true) + Sums::first_channel(lane),
                      HAS_TABLE ? mixed.table + (i64)key * DIM + at : nullptr, coefs + at, COEFS,
-                     q_facts, call.scale_log2, scores_of(i), lane);
+                     q_facts, call.scale_log2, has_masses ? scores_of(i) : nullptr, lane);
         }
         sums.join(rows, Sums::SUMS_ROW, stats[warp], lane);
     }
@@ -389,8 +388,8 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
             float* share = shares + (i64)slice * HEADS + lane;
             float max = *share, sum = 1;
 #pragma unroll 1
-            for (int i = 0; i < num_sinks + num_near; ++i) {
-                const int key = i < num_sinks ? start + i : first_near + i - num_sinks;
+            for (int i = 0; i < exact.count(); ++i) {
+                const int key = exact.key(i);
                 if (key < from || key >= to) continue;
                 const float s = scores_of(i)[lane], most = larger(max, s), shift = shift_of(most);
                 sum = sum * power_of_two(max - shift) + power_of_two(s - shift);
@@ -399,9 +398,13 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
             *share = max + logarithm_of_two(sum);
         }
     }
-    const int num_taken = num_sinks + num_near > 0 ? num_warps : end - first;
-    const BlockPlace place{tile,     kv_head, split,      token,
-                           num_taken, num_slices, slices_each};
+    const BlockPlace place{tile,
+                           kv_head,
+                           split,
+                           token,
+                           exact.count() > 0 ? num_warps : end - first,
+                           num_slices,
+                           slices_each};
     finish_block<KvMixed, Sums, DIM, POLLS>(call, place, rings, num_stages * P::STAGE, stats,
                                             mixed.lse);
 }
