@@ -16,9 +16,10 @@
 // bank is met twice; at 2 bits as int2's.
 //
 // The table's columns are cosines and sines of n w_c, times a factor: scores of a page need its
-// row of the page's first key alone, by which coefficients are turned, and rows 0 to 63, which lie
-// in shared memory as A fragments in half precision: the error is that of TF32. At position n the
-// sum of two angles may differ by 2^-24 n from the table's, whose angles are rounded to FP32.
+// row of the page's first key alone, by which coefficients are turned, and angles of distances from
+// the page's middle, which lie in shared memory as A fragments in half precision: the error is that
+// of TF32. At position n the sum of two angles may differ by 2^-24 n from the table's, whose angles
+// are rounded to FP32.
 //
 //   before the rings:  256 rows of  | a pair of levels, 32 times | 128 bytes of A fragments, or of
 //                                                                  scores of exact keys |
@@ -78,30 +79,31 @@ INLINE void fill_levels(u8* arena) {
     }
 }
 
-// Rows 0 to 63 of the table as A fragments: 32 * 16 bytes each, in quarters of 128 bytes.
+// Cosines and sines of the distances from a page's middle as A fragments: 32 * 16 bytes each, in
+// quarters of 128 bytes.
 template <int DIM>
 INLINE void fill_angles(u8* arena, const float* table, int table_len) {
-    constexpr int STEPS = DIM / 16;
+    constexpr int UNITS = DIM / 32;
     const int num_warps = blockDim.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-#pragma unroll 2
-    for (int f = threadIdx.x / WARP; f < 4 * STEPS; f += num_warps) {
-        const int tile = f / STEPS, step = f % STEPS, pair = 16 * (step / 2) + 4 * t + step % 2 * 2;
-        u32 words[4];
-        float inverse[2];
-        load_vector(inverse, table + pair);  // cos 0, times the factor
-#pragma unroll
-        for (int i = 0; i < 2; ++i) inverse[i] = rough_reciprocal(inverse[i]);
+#pragma unroll 1
+    for (int f = threadIdx.x / WARP; f < 2 * UNITS; f += num_warps) {
+        Turn halves[4];
+        half_turns<DIM>(halves, table, table_len, f % UNITS * 16 + 4 * t);
+        u32 cosines[4], sines[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int row = key_of_row(g + i % 2 * 8) + 4 * tile;
-            float v[2] = {};
-            if (row < table_len) load_vector(v, table + row * DIM + i / 2 * (DIM / 2) + pair);
-            v[0] *= inverse[0];
-            v[1] *= inverse[1];
-            words[i] = pack_half(v[0], v[1]);
+            const int key = key_of_row(g) + 8 * (f / UNITS * 2 + i % 2);
+            Turn turns[2];
+#pragma unroll
+            for (int c = 0; c < 2; ++c)
+                turns[c] = odd_turns(halves[i / 2 * 2 + c], PAGE_KEYS / 2 - 1 - key);
+            cosines[i] = pack_half(turns[0].cosine, turns[1].cosine);
+            sines[i] = pack_half(turns[0].sine, turns[1].sine);
         }
-        u8* to = arena + (4 * f + lane / 8) * ARENA_ROW + 128 + lane % 8 * 16;
-        *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
+        u8* to = arena + (8 * f + lane / 8) * ARENA_ROW + 128 + lane % 8 * 16;
+        *reinterpret_cast<uint4*>(to) = {cosines[0], cosines[1], cosines[2], cosines[3]};
+        to += 4 * ARENA_ROW;
+        *reinterpret_cast<uint4*>(to) = {sines[0], sines[1], sines[2], sines[3]};
     }
 }
 
@@ -244,7 +246,14 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
         if (HAS_TABLE && lane == 0) prefetch_bulk(mixed.table + (i64)key * DIM, 4 * DIM);
     }
     if (mixed.has_fine) fill_levels(arena);
-    if (HAS_TABLE) fill_angles<DIM>(arena, mixed.table, mixed.table_len);
+    // Of the lane's columns, by 31.5 rows of the table.
+    Turn turns[DIM / WARP] = {};
+    if (HAS_TABLE) {
+        fill_angles<DIM>(arena, mixed.table, mixed.table_len);
+        half_turns<DIM>(turns, mixed.table, mixed.table_len, lane % (WARP / 2) * (DIM / WARP));
+#pragma unroll
+        for (int i = 0; i < DIM / WARP; ++i) turns[i] = odd_turns(turns[i], 31);
+    }
 
     wait_for_previous_kernels();
 #pragma unroll 1
@@ -261,6 +270,7 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
         if (HAS_TABLE) {
             float own[DIM / WARP] = {};
             if (is_real) load_values(own, mixed.coefs + row * DIM + lane * (DIM / WARP));
+            turn_columns(own, turns, lane);
             int most = 0;
 #pragma unroll
             for (int i = 0; i < DIM / WARP; ++i) {
@@ -373,8 +383,8 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
             const int key = exact.key(i);
             sums.add(exact.row<DIM>(key, false) + at,
                      exact.row<DIM>(key, true) + Sums::first_channel(lane),
-                     HAS_TABLE ? mixed.table + (i64)key * DIM + at : nullptr, coefs + at, COEFS,
-                     q_facts, call.scale_log2, has_masses ? scores_of(i) : nullptr, lane);
+                     HAS_TABLE ? mixed.table + (i64)key * DIM + at : nullptr, turns, coefs + at,
+                     COEFS, q_facts, call.scale_log2, has_masses ? scores_of(i) : nullptr, lane);
         }
         sums.join(rows, Sums::SUMS_ROW, stats[warp], lane);
     }

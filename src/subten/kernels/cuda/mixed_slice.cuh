@@ -49,12 +49,59 @@ struct KeyLevels<4> {
     }
 };
 
-// Key of row 0 to 15 of tile 0, rows 2a, 2a+1, 2a+8 and 2a+9 four neighbours of quarter a of the page,
-// each quarter in an order of its own: so neither the rows of V that four lanes t read, nor those of
-// K of four lanes g, meet in a bank.
-INLINE int key_of_row(int row) {
-    const int quarter = row % 8 / 2;
-    return 16 * quarter + ((row % 2 + row / 8 * 2) ^ (quarter / 2 + quarter % 2 * 2));
+// Key of row 0 to 7 of tile 0; those of tile n are 8 n on, and rows 8 to 15 have their mirror images,
+// so that a lane has both keys of a distance from the page's middle. Neither the rows of V that four
+// lanes t read, nor those of K of four lanes g, meet in a bank.
+INLINE int key_of_row(int row) { return row / 4 * 4 + (row % 4 ^ row / 4); }
+INLINE int mirror(int key) { return PAGE_KEYS - 1 - key; }
+
+// A turn by an angle.
+struct Turn {
+    float cosine, sine;
+
+    INLINE Turn operator*(const Turn& other) const {
+        return {multiply_add(cosine, other.cosine, -(sine * other.sine)),
+                multiply_add(sine, other.cosine, cosine * other.sine)};
+    }
+    // Of twice which this is the turn; that and half a turn would do as well.
+    INLINE Turn half() const {
+        const float size = multiply_add(cosine < 0 ? -cosine : cosine, 0.5f, 0.5f);
+        const float inverse = near_inverse_sqrt(size), other = 0.5f * sine * inverse;
+        if (cosine < 0) return {other, size * inverse};
+        return {size * inverse, other};
+    }
+};
+
+// For a lane's N neighbouring pairs of columns from `pair` on: half of the turn from one row of the
+// table to the next, which are turns of one another, times a factor.
+template <int DIM, int N>
+INLINE void half_turns(Turn (&halves)[N], const float* table, int table_len, int pair) {
+    float factor[N], cosine[N] = {}, sine[N] = {};
+    load_vector(factor, table + pair);
+    if (table_len > 1) {
+        load_vector(cosine, table + DIM + pair);
+        load_vector(sine, table + DIM + DIM / 2 + pair);
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const float inverse = rough_reciprocal(factor[i]);
+        // There is one row, or one that counts.
+        const bool is_alone = table_len < 2 || cosine[i] != cosine[i];
+        const Turn whole{is_alone ? 1.0f : cosine[i] * inverse, is_alone ? 0.0f : sine[i] * inverse};
+        halves[i] = whole.half();
+    }
+}
+
+// `half` 2 * n + 1 times, n < 32.
+INLINE Turn odd_turns(Turn half, int n) {
+    Turn all = half, power = half * half;
+#pragma unroll
+    for (int bit = 0; bit < 5; ++bit) {
+        const Turn more = all * power;
+        if (n >> bit & 1) all = more;
+        power = power * power;
+    }
+    return all;
 }
 
 // Bytes of a page's planes, and where they lie in a stage of the ring: K, one row of the table of
@@ -78,6 +125,18 @@ struct MixedPart {
 
 // Queries and sums of values lie in the order of int2's codes, and sums count as its do.
 struct KvMixed : KvInt2 {};
+
+// A warp's row of cosines and sines, columns `N` a lane, less an angle; a sine's turns are those of
+// its cosine. Coefficients of such rows turn likewise.
+template <int N>
+INLINE void turn_columns(float (&columns)[N], const Turn (&turns)[N], int lane) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const float other = shuffle_xor(columns[i], WARP / 2);
+        const float sine = lane < WARP / 2 ? turns[i].sine : -turns[i].sine;
+        columns[i] = multiply_add(columns[i], turns[i].cosine, other * sine);
+    }
+}
 
 // What a block knows of the queries of 8 heads beside their bytes: they themselves, for exact keys;
 // what scores of positions count, in those of codes and in full. `first_sum` is minus SURPLUS times
@@ -141,15 +200,18 @@ struct ExactSums {
         }
     }
 
-    // Adds a key; `angles` and `coefs` are those of the lane, coefs of neighbouring heads `stride`
-    // apart, or null. Leaves scores in base 2 of all heads in `scores`, if there is room.
-    INLINE void add(const u16* key, const u16* value, const float* angles, const float* coefs,
-                    int stride, const MixedFacts<DIM>& facts, float scale_log2, float* scores,
-                    int lane) {
+    // Adds a key; `angles`, `turns` and `coefs` are those of the lane's columns, coefs of neighbouring
+    // heads `stride` apart, or null. Coefs are turned by `turns`, and angles are not. Leaves scores in base 2 of all heads in `scores`, if there is room.
+    INLINE void add(const u16* key, const u16* value, const float* angles,
+                    const Turn (&turns)[VALUES], const float* coefs, int stride,
+                    const MixedFacts<DIM>& facts, float scale_log2, float* scores, int lane) {
         float k[VALUES], v[VALUES], angle[VALUES] = {};
         load_row(k, key);
         load_row(v, value);
-        if (angles) load_vector(angle, angles);
+        if (angles) {
+            load_vector(angle, angles);
+            turn_columns(angle, turns, lane);
+        }
         float s[HEADS];
 #pragma unroll
         for (int h = 0; h < HEADS; ++h) {
@@ -229,9 +291,9 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
     static constexpr int V_UNIT = DIM / 32;
     static_assert(TILES == 4 && FRAGMENTS == STEPS && Base::ValueShare::WORDS == 1, "a whole page");
 
-    // Of this lane's rows of S^T, g + 8 r of tile n: keys, `first_row_key` + 4 n + `turn` r; and
-    // where their norms lie in four bytes. Of its rows of V: bytes of a plane, those of tile 0.
-    int first_row_key, turn, v_at[4];
+    // Of this lane's rows of S^T, g of tile 0: its key; and where norms of rows g and g + 8 lie in
+    // four bytes. Of its rows of V: bytes of a plane, those of tile 0.
+    int first_row_key, v_at[4];
     u32 norm_bytes[2];
 
     const MixedFacts<DIM>* mixed_facts;
@@ -243,15 +305,19 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
         mixed_facts = &of_queries;
         norms = of_warp;
         first_row_key = key_of_row(g);
-        turn = key_of_row(g + 8) - first_row_key;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) norm_bytes[r] = byte_selector((first_row_key + turn * r) % 4);
+        for (int r = 0; r < 2; ++r) norm_bytes[r] = byte_selector(key(0, r) % 4);
 #pragma unroll
-        for (int r = 0; r < 4; ++r)
-            v_at[r] = key_of_row(2 * t + r % 2 + r / 2 * 8) * P::ROW + g * V_UNIT;
+        for (int r = 0; r < 4; ++r) {
+            const int first = key_of_row(2 * t + r % 2);
+            v_at[r] = (r < 2 ? first : mirror(first)) * P::ROW + g * V_UNIT;
+        }
     }
 
-    INLINE int key(int n, int r) const { return first_row_key + 4 * n + turn * r; }
+    INLINE int key(int n, int r) const {
+        const int first = first_row_key + 8 * n;
+        return r ? mirror(first) : first;
+    }
 
     // Hides keys of the page but those from `start` to `end` - 1.
     INLINE void hide(Scores& p, int start, int end) const {
@@ -272,11 +338,11 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
     }
     template <int BIAS>
     INLINE void put_norms(float* to, const u8* bytes) const {
-        u32 word;
-        load_words<4>(&word, bytes + g / 2 * 16 + t * 4);
         float pair[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
+            u32 word;
+            load_words<4>(&word, bytes + key(t, r) / 4 * 4);
             const float byte = float_of_byte(word, norm_bytes[r]);
             const float power = multiply_add(byte, 0.0625f, -(FLOAT_OF_BYTE + 1 + BIAS) / 16);
             pair[r] = byte == FLOAT_OF_BYTE ? 0.0f : power_of_two(power);
@@ -346,13 +412,14 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
         }
     }
 
-    // Adds what positions do: with n = n0 + r, n0 the page's first key, and a pair of columns a, b
-    //   a cos(n w) + b sin(n w) = (a c + b s) cos(r w) + (b c - a s) sin(r w),
-    // c and s those of n0 w, in `row`. `coefs` are the head's, and `fragments` the lane's, 1024
-    // bytes apart: cosines and sines of r w as A fragments.
+    // Adds what positions do: with n = n0 + 31.5 + r, n0 the page's first key, and a pair of columns
+    //   a cos((n0 + r) w) + b sin((n0 + r) w) = (a c + b s) cos(r w) + (b c - a s) sin(r w),
+    // c and s those of n0 w, in `row`: sums over cosines are the same, those over sines of other
+    // sign, for the keys at r and -r. `coefs` are the head's, already turned by 31.5 w, and
+    // `fragments` the lane's, 1024 bytes apart: cosines, then sines of r w as A fragments.
     INLINE void add_positions(Scores& p, const float* row, const float* coefs,
                               const u8* fragments) const {
-        float of_positions[TILES][4] = {}, factors[2];
+        float even[TILES / 2][4] = {}, odd[TILES / 2][4] = {}, factors[2];
 #pragma unroll
         for (int u = 0; u < DIM / 32; ++u) {
             const int pair = 16 * u + 4 * t;
@@ -366,24 +433,26 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
                 x[i] = multiply_add(a[i], c[i], b[i] * s[i]);
                 y[i] = multiply_add(b[i], c[i], -(a[i] * s[i]));
             }
+            const u32 of_x[2] = {pack_half(x[0], x[1]), pack_half(x[2], x[3])};
+            const u32 of_y[2] = {pack_half(y[0], y[1]), pack_half(y[2], y[3])};
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const u32 cosines = pack_half(x[2 * e], x[2 * e + 1]);
-                const u32 sines = pack_half(y[2 * e], y[2 * e + 1]);
-#pragma unroll
-                for (int n = 0; n < TILES; ++n) {
-                    u32 a4[4];
-                    load_words<16>(a4, fragments + (n * STEPS + 2 * u + e) * 1024);
-                    mma_half(of_positions[n], a4[0], a4[1], a4[2], a4[3], cosines, sines);
-                }
+            for (int m = 0; m < TILES / 2; ++m) {
+                u32 words[4];
+                load_words<16>(words, fragments + (m * STEPS + 2 * u) * 1024);
+                mma_half(even[m], words[0], words[1], words[2], words[3], of_x[0], of_x[1]);
+                load_words<16>(words, fragments + (m * STEPS + 2 * u + 1) * 1024);
+                mma_half(odd[m], words[0], words[1], words[2], words[3], of_y[0], of_y[1]);
             }
         }
         load_vector(factors, mixed_facts->positions + 2 * t);
 #pragma unroll
         for (int n = 0; n < TILES; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                p[n][0][i] = multiply_add(of_positions[n][i], factors[i % 2], p[n][0][i]);
+            for (int j = 0; j < 2; ++j) {
+                const float e = even[n / 2][n % 2 * 2 + j], o = odd[n / 2][n % 2 * 2 + j];
+                p[n][0][j] = multiply_add(e - o, factors[j], p[n][0][j]);
+                p[n][0][2 + j] = multiply_add(e + o, factors[j], p[n][0][2 + j]);
+            }
     }
 
     // Weights of a page as B fragments.
@@ -406,7 +475,7 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
     INLINE void load_values(u32 (&rows)[4], const u8* plane, int n) const {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            load_words<V_UNIT>(rows + r, plane + v_at[r] + 4 * n * P::ROW);
+            load_words<V_UNIT>(rows + r, plane + v_at[r] + (r < 2 ? 8 : -8) * n * P::ROW);
         }
     }
 
