@@ -55,8 +55,8 @@ def on_cuda(plan: DecodePlan | None = SMALL, **choices: Any) -> Callable[..., to
 
 
 def rotary(randn: Randn, num: int, head_dim: int, factor: float = 1.25) -> torch.Tensor:
-    """Cosines and sines of angles of all sizes, times a factor."""
-    frequency_F = 10000.0 ** -torch.rand(head_dim // 2, device=randn(1).device)
+    """Cosines and sines of angles of all sizes, up to half a turn a row, times a factor."""
+    frequency_F = 3.14 * 10000.0 ** -torch.rand(head_dim // 2, device=randn(1).device)
     angle_PF = torch.arange(num, device=frequency_F.device)[:, None] * frequency_F
     return torch.cat([angle_PF.cos(), angle_PF.sin()], dim=1).float() * factor
 

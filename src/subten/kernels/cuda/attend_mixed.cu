@@ -37,12 +37,16 @@
 #define ARENA_ROW 256
 #define MAX_MIXED_WARPS 8
 
+// Strides are below 2^31, so that an address is one multiplication.
 struct Plane {
     const u8* at;
-    i64 stride, head_stride;
+    u32 stride, head_stride;
 
+    INLINE Plane(const u8* of_all, i64 of_index, i64 of_head)
+        : at(of_all), stride((u32)of_index), head_stride((u32)of_head) {}
+    INLINE const u8* of_head(int kv_head) const { return at + (u64)(u32)kv_head * head_stride; }
     INLINE const u8* of(int index, int kv_head) const {
-        return at + index * stride + kv_head * head_stride;
+        return of_head(kv_head) + (u64)(u32)index * stride;
     }
 };
 
@@ -168,9 +172,9 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     // The producer goes through the warp's pages first + warp, first + warp + num_warps, ... Lane l
     // holds page and places of the l-th of the 32 that it is at.
     const int* table_row = call.page_table + seq * call.page_table_stride;
-    const u8* head_k = mixed.k.of(0, kv_head);
-    const u8* head_base = mixed.base.of(0, kv_head);
-    const u8* head_fine = mixed.fine.of(0, kv_head);
+    const u8* head_k = mixed.k.of_head(kv_head);
+    const u8* head_base = mixed.base.of_head(kv_head);
+    const u8* head_fine = mixed.fine.of_head(kv_head);
     int put_slice = first + warp, num_left = WARP, page = 0, base = 0, fine = -1;
     auto load_places = [&] {
         const int slice = put_slice + lane * num_warps;
@@ -187,14 +191,15 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
             *P::note_of(stage) = fine;
             expect_bytes(barrier, P::K_BYTES + P::BASE_BYTES + (HAS_TABLE ? P::TABLE_BYTES : 0) +
                                       (fine < 0 ? 0 : P::FINE_BYTES));
-            copy_bulk(stage, head_k + page * mixed.k.stride, P::K_BYTES, barrier);
+            copy_bulk(stage, head_k + (u64)(u32)page * mixed.k.stride, P::K_BYTES, barrier);
             if (HAS_TABLE)
-                copy_bulk(stage + P::TABLE_ROW, mixed.table + (i64)put_slice * PAGE_KEYS * DIM,
+                copy_bulk(stage + P::TABLE_ROW, mixed.table + (u64)(u32)put_slice * (PAGE_KEYS * DIM),
                           P::TABLE_BYTES, barrier);
-            copy_bulk(stage + P::BASE, head_base + base * mixed.base.stride, P::BASE_BYTES, barrier);
+            copy_bulk(stage + P::BASE, head_base + (u64)(u32)base * mixed.base.stride,
+                      P::BASE_BYTES, barrier);
             if (fine >= 0)
-                copy_bulk(stage + P::FINE, head_fine + fine * mixed.fine.stride, P::FINE_BYTES,
-                          barrier);
+                copy_bulk(stage + P::FINE, head_fine + (u64)(u32)fine * mixed.fine.stride,
+                          P::FINE_BYTES, barrier);
         }
         put_slice += num_warps;
         page = shuffle_from(page, (lane + 1) % WARP);

@@ -159,9 +159,9 @@ def suits(
 
 
 def _is_aligned(t: torch.Tensor) -> bool:
-    """Rows lie where bulk copies and loads of 16 bytes may read."""
+    """Rows lie where bulk copies and loads of 16 bytes may read, at most 2 GiB apart."""
     strides = (stride * t.element_size() for stride in t.stride()[:-1])
-    return t.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides)
+    return t.data_ptr() % 16 == 0 and all(s % 16 == 0 and s < 2**31 for s in strides)
 
 
 def plan_mixed(*, num_sms: int, num_sequences: int, num_kv_heads: int) -> DecodePlan:
@@ -176,7 +176,9 @@ def plan_mixed(*, num_sms: int, num_sequences: int, num_kv_heads: int) -> Decode
 
 def page_bytes(pages: MixedPages, fmt: MixedFormat) -> SliceBytes:
     """A page with what comes along, as `MixedPart` of mixed_slice.cuh lays it out."""
-    stage_bytes = fmt.k_bytes(pages.k_bits) + 4 * fmt.head_dim + fmt.base_bytes + fmt.fine_bytes + 16
+    stage_bytes = (
+        fmt.k_bytes(pages.k_bits) + 4 * fmt.head_dim + fmt.base_bytes + fmt.fine_bytes + 16
+    )
     return SliceBytes(keys=PAGE_SIZE, stage_bytes=stage_bytes, beside=ARENA_BYTES)
 
 
