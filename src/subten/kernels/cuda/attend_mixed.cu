@@ -132,42 +132,19 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     float* const norms = reinterpret_cast<float*>(arena + 256 * ARENA_ROW);
     u8* const rings = arena + 256 * ARENA_ROW + MAX_MIXED_WARPS * P::NORMS * 4;
     u8* ring = rings + warp * num_stages * P::STAGE;
-    const bool has_idle = (int)gridDim.x != call.num_kv_heads;
-    int kv_head = blockIdx.x, tile = blockIdx.y, split = blockIdx.z;
-    if (has_idle) {
-        tile = 0;
-        split = kv_head / call.num_kv_heads;
-        kv_head -= split * call.num_kv_heads;
-    }
-    const int seq = load_from_l2(call.tile_seq + tile);
-    const int token = load_from_l2(call.tile_start + tile);
-    if (lane == 0) {
+    BlockShare share;
+    const bool has_work = share.find<PAGE_KEYS>(call, [&] {
+        if (lane == 0) {
 #pragma unroll 1
-        for (int i = 0; i < num_stages; ++i) init_barrier(P::barrier_of(ring + i * P::STAGE));
-        publish_barriers();
-    }
-    sync_warp();
-
-    int num_keys = 0, num_seen = 0;
-    if (seq >= 0) {
-        // The low word of an int64 that fits it.
-        num_seen = load_from_l2(reinterpret_cast<const int*>(call.position + token)) + 1;
-        const int length = load_from_l2(call.kv_len + seq);
-        num_keys = length < num_seen ? length : num_seen;
-    }
-    const int num_slices = (num_keys + PAGE_KEYS - 1) / PAGE_KEYS;
-    int slices_each = (num_slices + call.num_splits - 1) / call.num_splits;
-    slices_each = slices_each < call.min_slices ? call.min_slices : slices_each;
-    const int first = split * slices_each, rest = num_slices - first;
-    if (split > 0 && rest <= 0 && !has_idle) {
-        leave_without_waiting();
-        return;
-    }
-    if (seq < 0 || (split > 0 && rest <= 0)) {
-        wait_for_previous_kernels();
-        return;
-    }
-    const int end = first + (rest < slices_each ? rest : slices_each);
+            for (int i = 0; i < num_stages; ++i) init_barrier(P::barrier_of(ring + i * P::STAGE));
+            publish_barriers();
+        }
+        sync_warp();
+    });
+    if (!has_work) return;
+    const int tile = share.tile, kv_head = share.kv_head, seq = share.seq, token = share.token;
+    const int num_keys = share.num_keys, num_seen = share.num_seen, num_slices = share.num_slices;
+    const int split = share.split, first = share.first, end = share.end;
 
     // The producer goes through the warp's pages first + warp, first + warp + num_warps, ... Lane l
     // holds page and places of the l-th of the 32 that it is at.
@@ -210,37 +187,45 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
             load_places();
         }
     };
+    // Where exact rows are: asked for at once, needed when the levels are there.
+    int near_from = 0, near_base = 0, near_cap = 0, sink = -1;
+    if (mixed.window > 0) {
+        near_from = load_from_l2(mixed.recent_from + seq);
+        near_base = load_from_l2(mixed.recent_base + seq);
+        near_cap = load_from_l2(mixed.recent_cap + seq);
+    }
+    const bool has_sinks = num_keys > 0 && mixed.num_sinks > 0;
+    const int first_page = has_sinks ? load_from_l2(table_row) : 0;
     load_places();
+    if (has_sinks) sink = load_from_l2(mixed.sink_of + first_page);
     // The newest row may come from the kernel ahead.
     const int newest = num_slices - 1;
     int num_put = 0;
 #pragma unroll 1
     for (; num_put < num_stages && put_slice < newest; ++num_put) put(ring + num_put * P::STAGE);
 
+    if (mixed.has_fine) fill_levels(arena);
     ExactRows exact{};
     exact.num_keys = num_keys;
     exact.first_near = num_keys;
     if (num_keys > 0 && mixed.window > 0) {
-        const int near = num_seen - mixed.window, from = load_from_l2(mixed.recent_from + seq);
-        exact.base = load_from_l2(mixed.recent_base + seq);
-        exact.cap = load_from_l2(mixed.recent_cap + seq);
-        exact.first_near = near > from ? near : from;
+        const int near = num_seen - mixed.window;
+        exact.first_near = near > near_from ? near : near_from;
         if (exact.first_near > num_keys) exact.first_near = num_keys;
+        exact.base = near_base;
+        exact.cap = near_cap;
         exact.recent = mixed.recent + kv_head * mixed.recent_head_stride;
         exact.recent_stride = mixed.recent_stride;
     }
-    if (num_keys > 0 && mixed.num_sinks > 0) {
-        const int sink = load_from_l2(mixed.sink_of + load_from_l2(table_row));
-        if (sink >= 0) {
-            exact.sinks = reinterpret_cast<const u16*>(mixed.sinks.of(sink, kv_head));
-            exact.sink_values = mixed.num_sinks * DIM;
-            exact.num_sinks = mixed.num_sinks < num_keys ? mixed.num_sinks : num_keys;
-        }
+    if (sink >= 0) {
+        exact.sinks = reinterpret_cast<const u16*>(mixed.sinks.of(sink, kv_head));
+        exact.sink_values = mixed.num_sinks * DIM;
+        exact.num_sinks = mixed.num_sinks < num_keys ? mixed.num_sinks : num_keys;
     }
     // The block's exact keys, of sinks and then of recent ones: every `exact_step`-th from
     // `first_exact` on, the first of which a warp fetches to L2, but for the newest of all.
     const bool has_masses = mixed.shares != nullptr;
-    const int num_used = (num_slices + slices_each - 1) / slices_each;
+    const int num_used = share.num_used();
     exact.span(has_masses ? first * PAGE_KEYS : 0, has_masses ? end * PAGE_KEYS : num_keys);
     const int first_exact = has_masses ? warp : split + warp * num_used;
     const int exact_step = has_masses ? num_warps : num_warps * num_used;
@@ -250,7 +235,6 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
         if (lane == 1) prefetch_bulk(exact.row<DIM>(key, true), 2 * DIM);
         if (HAS_TABLE && lane == 0) prefetch_bulk(mixed.table + (i64)key * DIM, 4 * DIM);
     }
-    if (mixed.has_fine) fill_levels(arena);
     // Of the lane's columns, by 31.5 rows of the table.
     Turn turns[DIM / WARP] = {};
     if (HAS_TABLE) {
@@ -400,8 +384,8 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
         for (int slice = first + warp; slice < end; slice += num_warps) {
             const int from = slice * PAGE_KEYS, to = from + PAGE_KEYS;
             if (!exact.are_in(from, PAGE_KEYS) || lane >= HEADS) continue;
-            float* share = shares + (i64)slice * HEADS + lane;
-            float max = *share, sum = 1;
+            float* of_page = shares + (i64)slice * HEADS + lane;
+            float max = *of_page, sum = 1;
 #pragma unroll 1
             for (int i = 0; i < exact.count(); ++i) {
                 const int key = exact.key(i);
@@ -410,18 +394,12 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
                 sum = sum * power_of_two(max - shift) + power_of_two(s - shift);
                 max = most;
             }
-            *share = max + logarithm_of_two(sum);
+            *of_page = max + logarithm_of_two(sum);
         }
     }
-    const BlockPlace place{tile,
-                           kv_head,
-                           split,
-                           token,
-                           exact.count() > 0 ? num_warps : end - first,
-                           num_slices,
-                           slices_each};
-    finish_block<KvMixed, Sums, DIM, POLLS>(call, place, rings, num_stages * P::STAGE, stats,
-                                            mixed.lse);
+    const int num_taken = exact.count() > 0 ? num_warps : end - first;
+    finish_block<KvMixed, Sums, DIM, POLLS>(call, share, num_taken, rings, num_stages * P::STAGE,
+                                            stats, mixed.lse);
 }
 
 template <int BITS, int DIM, bool HAS_TABLE, bool POLLS>
