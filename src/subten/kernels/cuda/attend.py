@@ -44,7 +44,7 @@ MAX_ROWS = 65535
 """Pairs of a sequence and a query head that have a counter; more go to Triton."""
 
 MAX_SHARED_BYTES = 216 * 1024
-"""Dynamic shared memory of a block on sm_90: 227 KiB, less what the kernels declare (10.3 KiB)."""
+"""Dynamic shared memory of a block on sm_90: 227 KiB, less what the kernels declare (10.8 KiB)."""
 
 MAX_POLLED = 2**20
 """Numbers that splits which poll may leave for their merge; where there are more, they count."""

@@ -122,6 +122,7 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     DYNAMIC_SHARED(dynamic_shared);
     __shared__ uint4 q_shared[HEADS * DIM / 8];
     __shared__ float4 coefs_shared[HAS_TABLE ? HEADS * COEFS / 4 : 1];
+    __shared__ Turn turns_shared[HAS_TABLE ? DIM / 2 : 1];  // of pairs of columns, by 31.5 rows
     __shared__ MixedFacts<DIM> q_facts;
     __shared__ float stats[MAX_WARPS][HEADS][3];
     launch_dependents();
@@ -235,13 +236,16 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
         if (lane == 1) prefetch_bulk(exact.row<DIM>(key, true), 2 * DIM);
         if (HAS_TABLE && lane == 0) prefetch_bulk(mixed.table + (i64)key * DIM, 4 * DIM);
     }
-    // Of the lane's columns, by 31.5 rows of the table.
-    Turn turns[DIM / WARP] = {};
+    const int pair = lane % (WARP / 2) * (DIM / WARP);
+    Turn turns[DIM / WARP] = {};  // those of the lane's columns
     if (HAS_TABLE) {
         fill_angles<DIM>(arena, mixed.table, mixed.table_len);
-        half_turns<DIM>(turns, mixed.table, mixed.table_len, lane % (WARP / 2) * (DIM / WARP));
+        half_turns<DIM>(turns, mixed.table, mixed.table_len, pair);
 #pragma unroll
-        for (int i = 0; i < DIM / WARP; ++i) turns[i] = odd_turns(turns[i], 31);
+        for (int i = 0; i < DIM / WARP; ++i) {
+            turns[i] = odd_turns(turns[i], 31);
+            if (warp == 0 && lane < WARP / 2) turns_shared[pair + i] = turns[i];
+        }
     }
 
     wait_for_previous_kernels();
@@ -367,6 +371,8 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     if (first_exact < exact.count()) {
         ExactSums<DIM> sums;
         const int at = lane * (DIM / WARP);
+#pragma unroll
+        for (int i = 0; HAS_TABLE && i < DIM / WARP; ++i) turns[i] = turns_shared[pair + i];
 #pragma unroll 1
         for (int i = first_exact; i < exact.count(); i += exact_step) {
             const int key = exact.key(i);

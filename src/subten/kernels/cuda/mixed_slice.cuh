@@ -329,12 +329,11 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
                 if (key(n, i / 2) < start || key(n, i / 2) >= end) p[n][0][i] = MINUS_INFINITY;
     }
 
-    // The norms of the page in `stage` from their bytes (codecs/norm_byte.py), for the warp to load:
-    // each lane those of the two keys of its rows of tile t.
+    // The norms of the page in `stage` from their bytes (codecs/norm_byte.py), for the warp to load
+    // when it has met: each lane those of the two keys of its rows of tile t.
     INLINE void decode_norms(const u8* stage) const {
         put_norms<128>(norms, stage + P::K_NORMS);
         put_norms<208>(norms + PAGE_KEYS, stage + P::V_NORMS);
-        sync_warp();
     }
     template <int BIAS>
     INLINE void put_norms(float* to, const u8* bytes) const {
@@ -401,6 +400,8 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
                         mma_bytes(upper[b], a, q_pairs[0][step]);
                         mma_bytes(lower[b], a, q_pairs[0][step + 1]);
                     }
+            // Here, where they have long been put.
+            if (first == 0) sync_warp();
             float of_tiles[4];
             load_norms(of_tiles, false, first);
 #pragma unroll
