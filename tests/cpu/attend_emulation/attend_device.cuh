@@ -126,6 +126,10 @@ inline float select_half(u32 w, u32 selector) { return selector ? high_bf16(w) :
 inline u32 and_or(u32 w, u32 mask, u32 bits) { return (w & mask) | bits; }
 inline u32 and_xor(u32 w, u32 mask, u32 bits) { return (w & mask) ^ bits; }
 
+inline u32 upper_half(u32 w) {
+    emulation::check((w & 0x88888888u) == 0, "a half may be NaN");
+    return w >> 16;
+}
 inline u32 select_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 
 inline u32 bytes_of_nibbles(u32 table, u32 nibbles) {

@@ -100,6 +100,17 @@ INLINE u32 and_xor(u32 w, u32 mask, u32 bits) {
     return out;
 }
 
+// The upper half of a word, by which a `bytes_of_...` selects, as an addition of zero: it issues each
+// cycle, as a shift does not. No nibble of the word is above 7: so no half is infinite or NaN.
+INLINE u32 upper_half(u32 w) {
+    u32 out;
+    asm("{ .reg .b16 low, high; .reg .b32 twice; mov.b32 {low, high}, %1; "
+        "mov.b32 twice, {high, high}; add.rn.f16x2 %0, twice, %2; }"
+        : "=r"(out)
+        : "r"(w), "r"(0x80008000u));
+    return out;
+}
+
 // Bits of `a` where `mask` has ones, of `b` elsewhere, as one instruction too.
 INLINE u32 select_bits(u32 mask, u32 a, u32 b) {
     u32 out;

@@ -19,7 +19,7 @@ struct KeyLevels<2> {
     static INLINE void bytes(u32 (&out)[2], u32 low, u32, int q) {
         const u32 nibbles = low >> 2 * q & 0x33333333u;
         out[0] = bytes_of_table(0x0a03fdf6u, 0, nibbles);
-        out[1] = bytes_of_table(0x0a03fdf6u, 0, nibbles >> 16);
+        out[1] = bytes_of_table(0x0a03fdf6u, 0, upper_half(nibbles));
     }
 };
 template <>
@@ -30,7 +30,7 @@ struct KeyLevels<3> {
         const u32 nibbles = select_bits(0x33333333u, q ? low >> 2 : low,
                                         (q ? high : high << 2) & 0x44444444u);
         out[0] = bytes_of_table(0xf9ead9c2u, 0x3e271607u, nibbles);
-        out[1] = bytes_of_table(0xf9ead9c2u, 0x3e271607u, nibbles >> 16);
+        out[1] = bytes_of_table(0xf9ead9c2u, 0x3e271607u, upper_half(nibbles));
     }
 };
 template <>
