@@ -72,7 +72,8 @@ inline void expect_bytes(u64* barrier, int num_bytes) {
     a.expected = num_bytes;
 }
 
-inline void copy_bulk(void* to, const void* from, int num_bytes, u64* barrier) {
+inline void copy_bulk(void* first, const void* from, int num_bytes, u64* barrier, int at = 0) {
+    void* to = (u8*)first + at;
     const uintptr_t bits = (uintptr_t)to | (uintptr_t)from | num_bytes;
     emulation::check(bits % 16 == 0 && num_bytes > 0, "a copy is not aligned");
     if (!emulation::has_waited[emulation::current]) {

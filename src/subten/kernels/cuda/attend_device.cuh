@@ -38,11 +38,12 @@ INLINE void expect_bytes(u64* barrier, int num_bytes) {
                  : "memory");
 }
 
-// Starts a copy of `num_bytes` from global to shared memory; all three multiples of 16.
-INLINE void copy_bulk(void* to, const void* from, int num_bytes, u64* barrier) {
+// Starts a copy of `num_bytes` from global to shared memory, `at` bytes on from `to`; all multiples
+// of 16. An `at` of a lane's own is added to the address in shared memory, for one addition.
+INLINE void copy_bulk(void* to, const void* from, int num_bytes, u64* barrier, int at = 0) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(shared_address(to)),
+            "r"(shared_address(to) + at),
         "l"(from), "r"(num_bytes), "r"(shared_address(barrier))
         : "memory");
 }

@@ -148,12 +148,29 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     const int split = share.split, first = share.first, end = share.end;
 
     // The producer goes through the warp's pages first + warp, first + warp + num_warps, ... Lane l
-    // holds page and places of the l-th of the 32 that it is at.
+    // holds page and places of the l-th of the 32 that it is at, and copies one plane of each: what
+    // such a plane is, by its id.
     const int* table_row = call.page_table + seq * call.page_table_stride;
-    const u8* head_k = mixed.k.of_head(kv_head);
-    const u8* head_base = mixed.base.of_head(kv_head);
-    const u8* head_fine = mixed.fine.of_head(kv_head);
-    int put_slice = first + warp, num_left = WARP, page = 0, base = 0, fine = -1;
+    const u8* plane = mixed.k.of_head(kv_head);
+    u32 plane_stride = mixed.k.stride;
+    int plane_at = 0, plane_bytes = P::K_BYTES;
+    if (lane == 1) {
+        plane = mixed.base.of_head(kv_head);
+        plane_stride = mixed.base.stride;
+        plane_at = P::BASE;
+        plane_bytes = P::BASE_BYTES;
+    } else if (lane == 2) {
+        plane = mixed.fine.of_head(kv_head);
+        plane_stride = mixed.fine.stride;
+        plane_at = P::FINE;
+        plane_bytes = P::FINE_BYTES;
+    } else if (lane == 3) {
+        plane = reinterpret_cast<const u8*>(mixed.table);
+        plane_stride = 4 * PAGE_KEYS * DIM;
+        plane_at = P::TABLE_ROW;
+        plane_bytes = P::TABLE_BYTES;
+    }
+    int put_slice = first + warp, put_lane = 0, page = 0, base = 0, fine = -1;
     auto load_places = [&] {
         const int slice = put_slice + lane * num_warps;
         if (slice >= end) return;
@@ -163,28 +180,20 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     };
     auto put = [&](u8* stage) {
         if (put_slice >= end) return;
-        // The next page is lane 0's from here on.
+        const int page_id = shuffle_from(page, put_lane), base_id = shuffle_from(base, put_lane);
+        const int fine_id = shuffle_from(fine, put_lane);
+        u64* barrier = P::barrier_of(stage);
         if (lane == 0) {
-            u64* barrier = P::barrier_of(stage);
-            *P::note_of(stage) = fine;
+            *P::note_of(stage) = fine_id;
             expect_bytes(barrier, P::K_BYTES + P::BASE_BYTES + (HAS_TABLE ? P::TABLE_BYTES : 0) +
-                                      (fine < 0 ? 0 : P::FINE_BYTES));
-            copy_bulk(stage, head_k + (u64)(u32)page * mixed.k.stride, P::K_BYTES, barrier);
-            if (HAS_TABLE)
-                copy_bulk(stage + P::TABLE_ROW, mixed.table + (u64)(u32)put_slice * (PAGE_KEYS * DIM),
-                          P::TABLE_BYTES, barrier);
-            copy_bulk(stage + P::BASE, head_base + (u64)(u32)base * mixed.base.stride,
-                      P::BASE_BYTES, barrier);
-            if (fine >= 0)
-                copy_bulk(stage + P::FINE, head_fine + (u64)(u32)fine * mixed.fine.stride,
-                          P::FINE_BYTES, barrier);
+                                      (fine_id < 0 ? 0 : P::FINE_BYTES));
         }
+        const int id = lane == 0 ? page_id : lane == 1 ? base_id : lane == 2 ? fine_id : put_slice;
+        if (lane < (HAS_TABLE ? 4 : 3) && id >= 0)
+            copy_bulk(stage, plane + (u64)(u32)id * plane_stride, plane_bytes, barrier, plane_at);
         put_slice += num_warps;
-        page = shuffle_from(page, (lane + 1) % WARP);
-        base = shuffle_from(base, (lane + 1) % WARP);
-        fine = shuffle_from(fine, (lane + 1) % WARP);
-        if (--num_left == 0) {
-            num_left = WARP;
+        if (++put_lane == WARP) {
+            put_lane = 0;
             load_places();
         }
     };
