@@ -262,7 +262,7 @@ def _sizes(shape: Shape, context: int, num_bytes: int) -> dict[str, Any]:
 
 def plans_to_try() -> Iterator[DecodePlan]:
     """Those of batch 1 at four KV heads."""
-    for num_warps, num_stages in ((4, 4), (8, 2), (8, 3), (8, 4)):
+    for num_warps, num_stages in ((4, 3), (4, 4), (6, 2), (8, 2)):
         yield DecodePlan(
             num_splits=32, min_slices=4, num_warps=num_warps, num_stages=num_stages, polls=True
         )

@@ -72,7 +72,8 @@ inline void expect_bytes(u64* barrier, int num_bytes) {
     a.expected = num_bytes;
 }
 
-inline void copy_bulk(void* to, const void* from, int num_bytes, u64* barrier) {
+inline void copy_bulk(void* first, const void* from, int num_bytes, u64* barrier, int at = 0) {
+    void* to = (u8*)first + at;
     const uintptr_t bits = (uintptr_t)to | (uintptr_t)from | num_bytes;
     emulation::check(bits % 16 == 0 && num_bytes > 0, "a copy is not aligned");
     if (!emulation::has_waited[emulation::current]) {
@@ -125,6 +126,12 @@ inline u32 half_selector(bool is_high) { return is_high; }
 inline float select_half(u32 w, u32 selector) { return selector ? high_bf16(w) : low_bf16(w); }
 inline u32 and_or(u32 w, u32 mask, u32 bits) { return (w & mask) | bits; }
 inline u32 and_xor(u32 w, u32 mask, u32 bits) { return (w & mask) ^ bits; }
+
+inline u32 upper_half(u32 w) {
+    emulation::check((w & 0x88888888u) == 0, "a half may be NaN");
+    return w >> 16;
+}
+inline u32 select_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 
 inline u32 bytes_of_nibbles(u32 table, u32 nibbles) {
     u32 bytes = 0;

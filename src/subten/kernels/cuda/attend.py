@@ -44,7 +44,7 @@ MAX_ROWS = 65535
 """Pairs of a sequence and a query head that have a counter; more go to Triton."""
 
 MAX_SHARED_BYTES = 216 * 1024
-"""Dynamic shared memory of a block on sm_90: 227 KiB, less what the kernels declare (10.3 KiB)."""
+"""Dynamic shared memory of a block on sm_90: 227 KiB, less what the kernels declare (10.8 KiB)."""
 
 MAX_POLLED = 2**20
 """Numbers that splits which poll may leave for their merge; where there are more, they count."""
@@ -69,7 +69,7 @@ class DecodePlan:
 
     A sequence of n slices is cut into ceil(n / max(min_slices, ceil(n / num_splits))) splits, each
     a block of `num_warps` warps per KV head; a warp has `num_stages` stages, each K or V of one
-    slice, of int2 both, 4 KiB or a little more. The first three decide the order of sums.
+    slice, of int2 and of adaptive pages both. The first three decide the order of sums.
 
     With `polls` the splits merge a head each, and wait for the numbers of the others, instead of
     whichever arrives last at a counter; only where all blocks are on an SM at once.

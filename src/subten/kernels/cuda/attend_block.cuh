@@ -32,45 +32,19 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, num_warps = blockDim.x / WARP;
     const int group = call.group, num_stages = call.num_stages;
     u8* ring = dynamic_shared + warp * num_stages * P::STAGE;
-    // The integers of the step, and all rows of pages but the newest of each sequence, are older
-    // than the step's first kernel: they need no wait. Blocks of split 0 wait, whatever they do; so
-    // do all of a grid with a block for every SM, which is a row for one sequence.
-    const bool has_idle = (int)gridDim.x != call.num_kv_heads;
-    int kv_head = blockIdx.x, tile = blockIdx.y, split = blockIdx.z;
-    if (has_idle) {
-        tile = 0;
-        split = kv_head / call.num_kv_heads;
-        kv_head -= split * call.num_kv_heads;
-    }
-    const int seq = load_from_l2(call.tile_seq + tile);
-    const int token = load_from_l2(call.tile_start + tile);
-    if (lane == 0) {
+    BlockShare share;
+    const bool has_work = share.find<KEYS>(call, [&] {
+        if (lane == 0) {
 #pragma unroll 1
-        for (int i = 0; i < num_stages; ++i) init_barrier(P::barrier_of(ring + i * P::STAGE));
-        publish_barriers();
-    }
-    sync_warp();
-
-    int num_keys = 0, num_seen = 0;
-    if (seq >= 0) {
-        // The low word of an int64 that fits it.
-        num_seen = load_from_l2(reinterpret_cast<const int*>(call.position + token)) + 1;
-        const int length = load_from_l2(call.kv_len + seq);
-        num_keys = length < num_seen ? length : num_seen;
-    }
-    const int num_slices = (num_keys + KEYS - 1) / KEYS;
-    int slices_each = (num_slices + call.num_splits - 1) / call.num_splits;
-    slices_each = slices_each < call.min_slices ? call.min_slices : slices_each;
-    const int first = split * slices_each, rest = num_slices - first;
-    if (split > 0 && rest <= 0 && !has_idle) {
-        leave_without_waiting();
-        return;
-    }
-    if (seq < 0 || (split > 0 && rest <= 0)) {
-        wait_for_previous_kernels();
-        return;
-    }
-    const int end = first + (rest < slices_each ? rest : slices_each);
+            for (int i = 0; i < num_stages; ++i) init_barrier(P::barrier_of(ring + i * P::STAGE));
+            publish_barriers();
+        }
+        sync_warp();
+    });
+    if (!has_work) return;
+    const int kv_head = share.kv_head, seq = share.seq, token = share.token;
+    const int num_keys = share.num_keys, num_seen = share.num_seen, num_slices = share.num_slices;
+    const int first = share.first, end = share.end;
 
     // The producer goes through K and V of the warp's slices first + warp, first + warp +
     // num_warps, ... Lane l holds the page of the l-th of the 32 slices that it is at.
@@ -233,11 +207,12 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     for (int slice = first + warp; slice < end; slice += num_warps) {
         const int limit = num_keys - slice * KEYS;
         typename Sums::Scores p;
+        float of_slice[TILES_H][2];
         wait_phase(P::barrier_of(stage), parity);
         if (Rows::APPENDS && slice == patched) patch(stage, limit - 1, false);
         own.score(p, stage);
         if (!P::HAS_BOTH) give_back();
-        own.weigh(p, limit);
+        own.weigh(p, of_slice, limit);
         if (!P::HAS_BOTH) wait_phase(P::barrier_of(stage), parity);
         u8* values = stage + P::VALUES_AT;
         if (Rows::APPENDS && slice == patched) patch(values, limit - 1, true);
@@ -255,9 +230,8 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
 
     // The warps' sums, each in its own ring, which is idle now.
     own.finish(reinterpret_cast<float*>(ring), stats[warp]);
-    const BlockPlace place{tile, kv_head, split, token, end - first, num_slices, slices_each};
-    finish_block<Codec, Sums, DIM, POLLS>(call, place, dynamic_shared, num_stages * P::STAGE, stats,
-                                          nullptr);
+    finish_block<Codec, Sums, DIM, POLLS>(call, share, end - first, dynamic_shared,
+                                          num_stages * P::STAGE, stats, nullptr);
 }
 
 #endif

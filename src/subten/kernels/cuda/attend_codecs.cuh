@@ -196,8 +196,8 @@ struct KvInt2 {
         const u32 h = high[step / 2] >> shift & 0x33333333u;
         a[0] = bytes_of_nibbles(LEVELS, l);
         a[1] = bytes_of_nibbles(LEVELS, h);
-        a[2] = bytes_of_nibbles(LEVELS, l >> 16);
-        a[3] = bytes_of_nibbles(LEVELS, h >> 16);
+        a[2] = bytes_of_nibbles(LEVELS, upper_half(l));
+        a[3] = bytes_of_nibbles(LEVELS, upper_half(h));
     }
     static INLINE int key_byte(int channel, int dim) { return channel % (dim / 4); }
     static INLINE int key_step(int channel, int word, int dim) {

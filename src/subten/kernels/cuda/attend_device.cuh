@@ -38,11 +38,12 @@ INLINE void expect_bytes(u64* barrier, int num_bytes) {
                  : "memory");
 }
 
-// Starts a copy of `num_bytes` from global to shared memory; all three multiples of 16.
-INLINE void copy_bulk(void* to, const void* from, int num_bytes, u64* barrier) {
+// Starts a copy of `num_bytes` from global to shared memory, `at` bytes on from `to`; all multiples
+// of 16. An `at` of a lane's own is added to the address in shared memory, for one addition.
+INLINE void copy_bulk(void* to, const void* from, int num_bytes, u64* barrier, int at = 0) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(shared_address(to)),
+            "r"(shared_address(to) + at),
         "l"(from), "r"(num_bytes), "r"(shared_address(barrier))
         : "memory");
 }
@@ -97,6 +98,24 @@ INLINE u32 and_or(u32 w, u32 mask, u32 bits) {
 INLINE u32 and_xor(u32 w, u32 mask, u32 bits) {
     u32 out;
     asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(out) : "r"(w), "r"(mask), "r"(bits));
+    return out;
+}
+
+// The upper half of a word, by which a `bytes_of_...` selects, as an addition of zero: it issues each
+// cycle, as a shift does not. No nibble of the word is above 7: so no half is infinite or NaN.
+INLINE u32 upper_half(u32 w) {
+    u32 out;
+    asm("{ .reg .b16 low, high; .reg .b32 twice; mov.b32 {low, high}, %1; "
+        "mov.b32 twice, {high, high}; add.rn.f16x2 %0, twice, %2; }"
+        : "=r"(out)
+        : "r"(w), "r"(0x80008000u));
+    return out;
+}
+
+// Bits of `a` where `mask` has ones, of `b` elsewhere, as one instruction too.
+INLINE u32 select_bits(u32 mask, u32 a, u32 b) {
+    u32 out;
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(out) : "r"(mask), "r"(a), "r"(b));
     return out;
 }
 

@@ -55,28 +55,72 @@ struct AttendCall {
     int num_kv_heads, group, num_splits, min_slices, num_stages;
 };
 
-// Which part of the work a block has had: as split `split` of one sequence and KV head, of `num_slices`
-// slices, so many that all of its warps from `num_taken` on have none.
-struct BlockPlace {
-    int tile, kv_head, split, token, num_taken, num_slices, slices_each;
+// Which part of the work a block has: of one sequence and KV head, slices `first` to `end` - 1 of
+// `num_slices`, as split `split`; and of that sequence what may be seen.
+struct BlockShare {
+    int tile, kv_head, split, seq, token, num_seen, num_keys, num_slices, slices_each, first, end;
+
+    // Finds it for slices of KEYS keys, and calls `start`, which needs nothing of it, while loads are
+    // under way. False for a block that has none, and must end.
+    //
+    // The integers of the step, and all rows of pages but the newest of each sequence, are older
+    // than the step's first kernel: they need no wait. Blocks of split 0 wait, whatever they do; so
+    // do all of a grid with a block for every SM, which is a row for one sequence.
+    template <int KEYS, class Start>
+    INLINE bool find(const AttendCall& call, Start start) {
+        const bool has_idle = (int)gridDim.x != call.num_kv_heads;
+        kv_head = blockIdx.x;
+        tile = blockIdx.y;
+        split = blockIdx.z;
+        if (has_idle) {
+            tile = 0;
+            split = kv_head / call.num_kv_heads;
+            kv_head -= split * call.num_kv_heads;
+        }
+        seq = load_from_l2(call.tile_seq + tile);
+        token = load_from_l2(call.tile_start + tile);
+        start();
+        num_keys = num_seen = 0;
+        if (seq >= 0) {
+            // The low word of an int64 that fits it.
+            num_seen = load_from_l2(reinterpret_cast<const int*>(call.position + token)) + 1;
+            const int length = load_from_l2(call.kv_len + seq);
+            num_keys = length < num_seen ? length : num_seen;
+        }
+        num_slices = (num_keys + KEYS - 1) / KEYS;
+        slices_each = (num_slices + call.num_splits - 1) / call.num_splits;
+        slices_each = slices_each < call.min_slices ? call.min_slices : slices_each;
+        first = split * slices_each;
+        const int rest = num_slices - first;
+        end = first + (rest < slices_each ? rest : slices_each);
+        if (split > 0 && rest <= 0 && !has_idle) {
+            leave_without_waiting();
+            return false;
+        }
+        if (seq < 0 || (split > 0 && rest <= 0)) {
+            wait_for_previous_kernels();
+            return false;
+        }
+        return true;
+    }
+
+    INLINE int num_used() const { return (num_slices + slices_each - 1) / slices_each; }
 };
 
-// Warps have left their rows of sums in `rings`, `ring_bytes` apart, and max, sum and zero in `stats`.
-// A warp a head from here on. The logarithm of each head's sum of weights goes to `lse` [T, H], if
+// Warps have left their rows of sums in `rings`, `ring_bytes` apart, and max, sum and zero in `stats`;
+// those from `num_taken` on have none. A warp a head from here on. The logarithm of each head's sum of weights goes to `lse` [T, H], if
 // there is one.
 template <class Codec, class Sums, int DIM, bool POLLS>
-INLINE void finish_block(const AttendCall& call, const BlockPlace& place, u8* rings, int ring_bytes,
-                         float (&stats)[MAX_WARPS][Sums::HEADS][3], float* lse) {
+INLINE void finish_block(const AttendCall& call, const BlockShare& share, int num_taken, u8* rings,
+                         int ring_bytes, float (&stats)[MAX_WARPS][Sums::HEADS][3], float* lse) {
     constexpr int VALUES = Sums::VALUES;
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, num_warps = blockDim.x / WARP;
-    const int group = call.group, split = place.split, num_slices = place.num_slices;
-    const int slices_each = place.slices_each, num_taken = place.num_taken;
+    const int group = call.group, split = share.split, num_used = share.num_used();
     __syncthreads();
-    const bool is_alone = num_slices <= slices_each;
+    const bool is_alone = share.num_slices <= share.slices_each;
     const int num_busy = num_taken < num_warps ? num_taken : num_warps;
-    const int num_used = (num_slices + slices_each - 1) / slices_each;
-    const i64 first_row = ((i64)place.tile * call.num_kv_heads + place.kv_head) * group;
-    const i64 out_row = ((i64)place.token * call.num_kv_heads + place.kv_head) * group;
+    const i64 first_row = ((i64)share.tile * call.num_kv_heads + share.kv_head) * group;
+    const i64 out_row = ((i64)share.token * call.num_kv_heads + share.kv_head) * group;
     auto first_part = [&](int head) { return (first_row + head) * call.num_splits; };
     auto part_of = [&](int head) { return call.part + first_part(head) * DIM; };
     auto stats_of = [&](int head) { return call.part_stats + first_part(head) * 2; };

@@ -9,22 +9,24 @@
 //
 //   page_table -> page -> K at its id:  | low bits | high bits | norms |
 //                      -> place:  (base, fine) ids of V:  | codes | norms |,  | finer codes |
-//   a warp's ring:     | K, a row of the table | V base, V fine | K ... |
+//   a warp's ring:     | K, a row of the table, V base, V fine | K ... |
 //
 // Levels of K are bytes out of tables in registers, and q integers of two bytes, as for int2; levels
 // of V at 4 bits come out of a table of all pairs of codes in shared memory, a copy a lane, so that no
 // bank is met twice; at 2 bits as int2's.
 //
 // The table's columns are cosines and sines of n w_c, times a factor: scores of a page need its
-// row of the page's first key alone, by which coefficients are turned, and rows 0 to 63, which lie
-// in shared memory as A fragments in half precision: the error is that of TF32. At position n the
-// sum of two angles may differ by 2^-24 n from the table's, whose angles are rounded to FP32.
+// row of the page's first key alone, by which coefficients are turned, and angles of distances from
+// the page's middle, which lie in shared memory as A fragments in half precision: the error is that
+// of TF32. At position n the sum of two angles may differ by 2^-24 n from the table's, whose angles
+// are rounded to FP32.
 //
 //   before the rings:  256 rows of  | a pair of levels, 32 times | 128 bytes of A fragments, or of
 //                                                                  scores of exact keys |
 //
 // Exact rows, few and in at most a few pages, hide their keys' codes. They are read straight from
-// memory when the pages are done, a warp a key, in FP32, and join the sums of that warp.
+// memory when the pages are done, a warp a key, in FP32, and join the sums of that warp: of any
+// split, so that none has many, but where masses are counted, for a page's is its own split's.
 //
 // Bytes: planes of all pages but for exact rows, 4 C of the table a page and KV head. The loop at
 // D = 128 and 4 bits of both, with a table: see docs/performance.md.
@@ -33,13 +35,18 @@
 #include "mixed_slice.cuh"
 
 #define ARENA_ROW 256
+#define MAX_MIXED_WARPS 8
 
+// Strides are below 2^31, so that an address is one multiplication.
 struct Plane {
     const u8* at;
-    i64 stride, head_stride;
+    u32 stride, head_stride;
 
+    INLINE Plane(const u8* of_all, i64 of_index, i64 of_head)
+        : at(of_all), stride((u32)of_index), head_stride((u32)of_head) {}
+    INLINE const u8* of_head(int kv_head) const { return at + (u64)(u32)kv_head * head_stride; }
     INLINE const u8* of(int index, int kv_head) const {
-        return at + index * stride + kv_head * head_stride;
+        return of_head(kv_head) + (u64)(u32)index * stride;
     }
 };
 
@@ -76,30 +83,31 @@ INLINE void fill_levels(u8* arena) {
     }
 }
 
-// Rows 0 to 63 of the table as A fragments: 32 * 16 bytes each, in quarters of 128 bytes.
+// Cosines and sines of the distances from a page's middle as A fragments: 32 * 16 bytes each, in
+// quarters of 128 bytes.
 template <int DIM>
 INLINE void fill_angles(u8* arena, const float* table, int table_len) {
-    constexpr int STEPS = DIM / 16;
+    constexpr int UNITS = DIM / 32;
     const int num_warps = blockDim.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
 #pragma unroll 1
-    for (int f = threadIdx.x / WARP; f < 4 * STEPS; f += num_warps) {
-        const int tile = f / STEPS, step = f % STEPS, pair = 16 * (step / 2) + 4 * t + step % 2 * 2;
-        u32 words[4];
-        float inverse[2];
-        load_vector(inverse, table + pair);  // cos 0, times the factor
-#pragma unroll
-        for (int i = 0; i < 2; ++i) inverse[i] = rough_reciprocal(inverse[i]);
+    for (int f = threadIdx.x / WARP; f < 2 * UNITS; f += num_warps) {
+        Turn halves[4];
+        half_turns<DIM>(halves, table, table_len, f % UNITS * 16 + 4 * t);
+        u32 cosines[4], sines[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const int row = key_of_row(g + i % 2 * 8) + 4 * tile;
-            float v[2] = {};
-            if (row < table_len) load_vector(v, table + row * DIM + i / 2 * (DIM / 2) + pair);
-            v[0] *= inverse[0];
-            v[1] *= inverse[1];
-            words[i] = pack_half(v[0], v[1]);
+            const int key = key_of_row(g) + 8 * (f / UNITS * 2 + i % 2);
+            Turn turns[2];
+#pragma unroll
+            for (int c = 0; c < 2; ++c)
+                turns[c] = odd_turns(halves[i / 2 * 2 + c], PAGE_KEYS / 2 - 1 - key);
+            cosines[i] = pack_half(turns[0].cosine, turns[1].cosine);
+            sines[i] = pack_half(turns[0].sine, turns[1].sine);
         }
-        u8* to = arena + (4 * f + lane / 8) * ARENA_ROW + 128 + lane % 8 * 16;
-        *reinterpret_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
+        u8* to = arena + (8 * f + lane / 8) * ARENA_ROW + 128 + lane % 8 * 16;
+        *reinterpret_cast<uint4*>(to) = {cosines[0], cosines[1], cosines[2], cosines[3]};
+        to += 4 * ARENA_ROW;
+        *reinterpret_cast<uint4*>(to) = {sines[0], sines[1], sines[2], sines[3]};
     }
 }
 
@@ -114,6 +122,7 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     DYNAMIC_SHARED(dynamic_shared);
     __shared__ uint4 q_shared[HEADS * DIM / 8];
     __shared__ float4 coefs_shared[HAS_TABLE ? HEADS * COEFS / 4 : 1];
+    __shared__ Turn turns_shared[HAS_TABLE ? DIM / 2 : 1];  // of pairs of columns, by 31.5 rows
     __shared__ MixedFacts<DIM> q_facts;
     __shared__ float stats[MAX_WARPS][HEADS][3];
     launch_dependents();
@@ -121,49 +130,47 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     const int group = call.group, num_stages = call.num_stages;
     // First, so that its address is a constant.
     u8* const arena = dynamic_shared;
-    u8* const rings = dynamic_shared + 256 * ARENA_ROW;
+    float* const norms = reinterpret_cast<float*>(arena + 256 * ARENA_ROW);
+    u8* const rings = arena + 256 * ARENA_ROW + MAX_MIXED_WARPS * P::NORMS * 4;
     u8* ring = rings + warp * num_stages * P::STAGE;
-    const bool has_idle = (int)gridDim.x != call.num_kv_heads;
-    int kv_head = blockIdx.x, tile = blockIdx.y, split = blockIdx.z;
-    if (has_idle) {
-        tile = 0;
-        split = kv_head / call.num_kv_heads;
-        kv_head -= split * call.num_kv_heads;
-    }
-    const int seq = load_from_l2(call.tile_seq + tile);
-    const int token = load_from_l2(call.tile_start + tile);
-    if (lane == 0) {
+    BlockShare share;
+    const bool has_work = share.find<PAGE_KEYS>(call, [&] {
+        if (lane == 0) {
 #pragma unroll 1
-        for (int i = 0; i < num_stages; ++i) init_barrier(P::barrier_of(ring + i * P::STAGE));
-        publish_barriers();
-    }
-    sync_warp();
+            for (int i = 0; i < num_stages; ++i) init_barrier(P::barrier_of(ring + i * P::STAGE));
+            publish_barriers();
+        }
+        sync_warp();
+    });
+    if (!has_work) return;
+    const int tile = share.tile, kv_head = share.kv_head, seq = share.seq, token = share.token;
+    const int num_keys = share.num_keys, num_seen = share.num_seen, num_slices = share.num_slices;
+    const int split = share.split, first = share.first, end = share.end;
 
-    int num_keys = 0, num_seen = 0;
-    if (seq >= 0) {
-        // The low word of an int64 that fits it.
-        num_seen = load_from_l2(reinterpret_cast<const int*>(call.position + token)) + 1;
-        const int length = load_from_l2(call.kv_len + seq);
-        num_keys = length < num_seen ? length : num_seen;
-    }
-    const int num_slices = (num_keys + PAGE_KEYS - 1) / PAGE_KEYS;
-    int slices_each = (num_slices + call.num_splits - 1) / call.num_splits;
-    slices_each = slices_each < call.min_slices ? call.min_slices : slices_each;
-    const int first = split * slices_each, rest = num_slices - first;
-    if (split > 0 && rest <= 0 && !has_idle) {
-        leave_without_waiting();
-        return;
-    }
-    if (seq < 0 || (split > 0 && rest <= 0)) {
-        wait_for_previous_kernels();
-        return;
-    }
-    const int end = first + (rest < slices_each ? rest : slices_each);
-
-    // The producer goes through K and V of the warp's pages first + warp, first + warp + num_warps,
-    // ... Lane l holds page and places of the l-th of the 32 that it is at.
+    // The producer goes through the warp's pages first + warp, first + warp + num_warps, ... Lane l
+    // holds page and places of the l-th of the 32 that it is at, and copies one plane of each: what
+    // such a plane is, by its id.
     const int* table_row = call.page_table + seq * call.page_table_stride;
-    int put_slice = first + warp, put_part = 0, page = 0, base = 0, fine = -1;
+    const u8* plane = mixed.k.of_head(kv_head);
+    u32 plane_stride = mixed.k.stride;
+    int plane_at = 0, plane_bytes = P::K_BYTES;
+    if (lane == 1) {
+        plane = mixed.base.of_head(kv_head);
+        plane_stride = mixed.base.stride;
+        plane_at = P::BASE;
+        plane_bytes = P::BASE_BYTES;
+    } else if (lane == 2) {
+        plane = mixed.fine.of_head(kv_head);
+        plane_stride = mixed.fine.stride;
+        plane_at = P::FINE;
+        plane_bytes = P::FINE_BYTES;
+    } else if (lane == 3) {
+        plane = reinterpret_cast<const u8*>(mixed.table);
+        plane_stride = 4 * PAGE_KEYS * DIM;
+        plane_at = P::TABLE_ROW;
+        plane_bytes = P::TABLE_BYTES;
+    }
+    int put_slice = first + warp, put_lane = 0, page = 0, base = 0, fine = -1;
     auto load_places = [&] {
         const int slice = put_slice + lane * num_warps;
         if (slice >= end) return;
@@ -173,71 +180,82 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     };
     auto put = [&](u8* stage) {
         if (put_slice >= end) return;
-        const int from = put_part / 2, fine_id = shuffle_from(fine, from);
+        const int page_id = shuffle_from(page, put_lane), base_id = shuffle_from(base, put_lane);
+        const int fine_id = shuffle_from(fine, put_lane);
         u64* barrier = P::barrier_of(stage);
-        if (put_part % 2 == 0) {
-            const int page_id = shuffle_from(page, from);
-            if (lane == 0) {
-                expect_bytes(barrier, HAS_TABLE ? P::K_END : P::K_BYTES);
-                copy_bulk(stage, mixed.k.of(page_id, kv_head), P::K_BYTES, barrier);
-                if (HAS_TABLE)
-                    copy_bulk(stage + P::TABLE_ROW, mixed.table + (i64)put_slice * PAGE_KEYS * DIM,
-                              P::TABLE_BYTES, barrier);
-            }
-        } else {
-            const int base_id = shuffle_from(base, from);
-            if (lane == 0) {
-                *P::note_of(stage) = fine_id;
-                expect_bytes(barrier, fine_id < 0 ? P::BASE_BYTES : P::V_END);
-                copy_bulk(stage, mixed.base.of(base_id, kv_head), P::BASE_BYTES, barrier);
-                if (fine_id >= 0)
-                    copy_bulk(stage + P::BASE_BYTES, mixed.fine.of(fine_id, kv_head), P::FINE_BYTES,
-                              barrier);
-            }
-            put_slice += num_warps;
+        if (lane == 0) {
+            *P::note_of(stage) = fine_id;
+            expect_bytes(barrier, P::K_BYTES + P::BASE_BYTES + (HAS_TABLE ? P::TABLE_BYTES : 0) +
+                                      (fine_id < 0 ? 0 : P::FINE_BYTES));
         }
-        ++put_part;
-        if (put_part == 2 * WARP) {
-            put_part = 0;
+        const int id = lane == 0 ? page_id : lane == 1 ? base_id : lane == 2 ? fine_id : put_slice;
+        if (lane < (HAS_TABLE ? 4 : 3) && id >= 0)
+            copy_bulk(stage, plane + (u64)(u32)id * plane_stride, plane_bytes, barrier, plane_at);
+        put_slice += num_warps;
+        if (++put_lane == WARP) {
+            put_lane = 0;
             load_places();
         }
     };
+    // Where exact rows are: asked for at once, needed when the levels are there.
+    int near_from = 0, near_base = 0, near_cap = 0, sink = -1;
+    if (mixed.window > 0) {
+        near_from = load_from_l2(mixed.recent_from + seq);
+        near_base = load_from_l2(mixed.recent_base + seq);
+        near_cap = load_from_l2(mixed.recent_cap + seq);
+    }
+    const bool has_sinks = num_keys > 0 && mixed.num_sinks > 0;
+    const int first_page = has_sinks ? load_from_l2(table_row) : 0;
     load_places();
+    if (has_sinks) sink = load_from_l2(mixed.sink_of + first_page);
     // The newest row may come from the kernel ahead.
     const int newest = num_slices - 1;
     int num_put = 0;
 #pragma unroll 1
     for (; num_put < num_stages && put_slice < newest; ++num_put) put(ring + num_put * P::STAGE);
 
+    if (mixed.has_fine) fill_levels(arena);
     ExactRows exact{};
     exact.num_keys = num_keys;
     exact.first_near = num_keys;
-    if (num_keys > 0 && mixed.window > 0 && end * PAGE_KEYS > num_seen - mixed.window) {
-        const int near = num_seen - mixed.window, from = load_from_l2(mixed.recent_from + seq);
-        exact.base = load_from_l2(mixed.recent_base + seq);
-        exact.cap = load_from_l2(mixed.recent_cap + seq);
-        exact.first_near = near > from ? near : from;
+    if (num_keys > 0 && mixed.window > 0) {
+        const int near = num_seen - mixed.window;
+        exact.first_near = near > near_from ? near : near_from;
         if (exact.first_near > num_keys) exact.first_near = num_keys;
+        exact.base = near_base;
+        exact.cap = near_cap;
         exact.recent = mixed.recent + kv_head * mixed.recent_head_stride;
         exact.recent_stride = mixed.recent_stride;
-        // All but the newest are in memory: to L2, from where they will be read.
-        if (end == num_slices && warp == 0) {
-            const int start = exact.first_near < 0 ? 0 : exact.first_near;
-#pragma unroll 1
-            for (int key = start + lane; key < num_keys - 1; key += WARP)
-                prefetch_bulk(exact.row<DIM>(key, false), 4 * DIM);
+    }
+    if (sink >= 0) {
+        exact.sinks = reinterpret_cast<const u16*>(mixed.sinks.of(sink, kv_head));
+        exact.sink_values = mixed.num_sinks * DIM;
+        exact.num_sinks = mixed.num_sinks < num_keys ? mixed.num_sinks : num_keys;
+    }
+    // The block's exact keys, of sinks and then of recent ones: every `exact_step`-th from
+    // `first_exact` on, the first of which a warp fetches to L2, but for the newest of all.
+    const bool has_masses = mixed.shares != nullptr;
+    const int num_used = share.num_used();
+    exact.span(has_masses ? first * PAGE_KEYS : 0, has_masses ? end * PAGE_KEYS : num_keys);
+    const int first_exact = has_masses ? warp : split + warp * num_used;
+    const int exact_step = has_masses ? num_warps : num_warps * num_used;
+    if (first_exact < exact.count() && exact.key(first_exact) < num_keys - 1 && lane < 2) {
+        const int key = exact.key(first_exact);
+        if (lane == 0) prefetch_bulk(exact.row<DIM>(key, false), 2 * DIM);
+        if (lane == 1) prefetch_bulk(exact.row<DIM>(key, true), 2 * DIM);
+        if (HAS_TABLE && lane == 0) prefetch_bulk(mixed.table + (i64)key * DIM, 4 * DIM);
+    }
+    const int pair = lane % (WARP / 2) * (DIM / WARP);
+    Turn turns[DIM / WARP] = {};  // those of the lane's columns
+    if (HAS_TABLE) {
+        fill_angles<DIM>(arena, mixed.table, mixed.table_len);
+        half_turns<DIM>(turns, mixed.table, mixed.table_len, pair);
+#pragma unroll
+        for (int i = 0; i < DIM / WARP; ++i) {
+            turns[i] = odd_turns(turns[i], 31);
+            if (warp == 0 && lane < WARP / 2) turns_shared[pair + i] = turns[i];
         }
     }
-    if (num_keys > 0 && mixed.num_sinks > 0 && first == 0) {
-        const int sink = load_from_l2(mixed.sink_of + load_from_l2(table_row));
-        if (sink >= 0) {
-            exact.sinks = reinterpret_cast<const u16*>(mixed.sinks.of(sink, kv_head));
-            exact.sink_values = mixed.num_sinks * DIM;
-            exact.num_sinks = mixed.num_sinks < num_keys ? mixed.num_sinks : num_keys;
-        }
-    }
-    if (mixed.has_fine) fill_levels(arena);
-    if (HAS_TABLE) fill_angles<DIM>(arena, mixed.table, mixed.table_len);
 
     wait_for_previous_kernels();
 #pragma unroll 1
@@ -254,6 +272,7 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
         if (HAS_TABLE) {
             float own[DIM / WARP] = {};
             if (is_real) load_values(own, mixed.coefs + row * DIM + lane * (DIM / WARP));
+            turn_columns(own, turns, lane);
             int most = 0;
 #pragma unroll
             for (int i = 0; i < DIM / WARP; ++i) {
@@ -304,7 +323,7 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     }
     __syncthreads();
 
-    Sums own(lane, reinterpret_cast<const u16*>(q_shared), q_facts);
+    Sums own(lane, reinterpret_cast<const u16*>(q_shared), q_facts, norms + warp * P::NORMS);
     const float* own_coefs = coefs + own.g * COEFS;
     const u8* fragments = arena + lane / 8 * ARENA_ROW + 128 + lane % 8 * 16;
     float* shares = nullptr;
@@ -326,18 +345,17 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
         const int first_key = slice * PAGE_KEYS;
         typename Sums::Scores p;
         wait_phase(P::barrier_of(stage), parity);
+        own.decode_norms(stage);
         own.score(p, stage);
         if (HAS_TABLE)
             own.add_positions(p, reinterpret_cast<const float*>(stage + P::TABLE_ROW), own_coefs,
                               fragments);
-        give_back();
         own.hide(p, exact.num_sinks - first_key, exact.first_near - first_key);
-        own.weigh(p, PAGE_KEYS);
-        wait_phase(P::barrier_of(stage), parity);
+        float of_page[1][2];
+        own.weigh(p, of_page, PAGE_KEYS);
+        if (shares) own.put_share(shares + (i64)slice * HEADS, of_page[0]);
         u32 pairs[Sums::TILES][2];
-        float of_page[2] = {};
-        own.weigh_values(pairs, of_page, p, stage);
-        if (shares) own.put_share(shares + (i64)slice * HEADS, of_page);
+        own.weigh_values(pairs, p);
         if (*P::note_of(stage) < 0)
             own.add_base(pairs, stage);
         else
@@ -357,25 +375,20 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     own.finish(rows, stats[warp]);
     sync_warp();
 
-    // Exact keys of the block's pages: sinks, then recent ones, a warp a key.
-    const int start = first * PAGE_KEYS, stop = end * PAGE_KEYS;
-    const int num_sinks = start < exact.num_sinks ? exact.num_sinks - start : 0;
-    int first_near = exact.first_near < start ? start : exact.first_near;
-    first_near = first_near < exact.num_sinks ? exact.num_sinks : first_near;
-    const int last_near = num_keys < stop ? num_keys : stop;
-    const int num_near = last_near > first_near ? last_near - first_near : 0;
     float* scores = reinterpret_cast<float*>(arena + 128 * ARENA_ROW + 128);
     auto scores_of = [&](int i) { return scores + i / 4 * (ARENA_ROW / 4) + i % 4 * HEADS; };
-    if (warp < num_sinks + num_near) {
+    if (first_exact < exact.count()) {
         ExactSums<DIM> sums;
         const int at = lane * (DIM / WARP);
+#pragma unroll
+        for (int i = 0; HAS_TABLE && i < DIM / WARP; ++i) turns[i] = turns_shared[pair + i];
 #pragma unroll 1
-        for (int i = warp; i < num_sinks + num_near; i += num_warps) {
-            const int key = i < num_sinks ? start + i : first_near + i - num_sinks;
+        for (int i = first_exact; i < exact.count(); i += exact_step) {
+            const int key = exact.key(i);
             sums.add(exact.row<DIM>(key, false) + at,
                      exact.row<DIM>(key, true) + Sums::first_channel(lane),
-                     HAS_TABLE ? mixed.table + (i64)key * DIM + at : nullptr, coefs + at, COEFS,
-                     q_facts, call.scale_log2, scores_of(i), lane);
+                     HAS_TABLE ? mixed.table + (i64)key * DIM + at : nullptr, turns, coefs + at,
+                     COEFS, q_facts, call.scale_log2, has_masses ? scores_of(i) : nullptr, lane);
         }
         sums.join(rows, Sums::SUMS_ROW, stats[warp], lane);
     }
@@ -386,24 +399,22 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
         for (int slice = first + warp; slice < end; slice += num_warps) {
             const int from = slice * PAGE_KEYS, to = from + PAGE_KEYS;
             if (!exact.are_in(from, PAGE_KEYS) || lane >= HEADS) continue;
-            float* share = shares + (i64)slice * HEADS + lane;
-            float max = *share, sum = 1;
+            float* of_page = shares + (i64)slice * HEADS + lane;
+            float max = *of_page, sum = 1;
 #pragma unroll 1
-            for (int i = 0; i < num_sinks + num_near; ++i) {
-                const int key = i < num_sinks ? start + i : first_near + i - num_sinks;
+            for (int i = 0; i < exact.count(); ++i) {
+                const int key = exact.key(i);
                 if (key < from || key >= to) continue;
                 const float s = scores_of(i)[lane], most = larger(max, s), shift = shift_of(most);
                 sum = sum * power_of_two(max - shift) + power_of_two(s - shift);
                 max = most;
             }
-            *share = max + logarithm_of_two(sum);
+            *of_page = max + logarithm_of_two(sum);
         }
     }
-    const int num_taken = num_sinks + num_near > 0 ? num_warps : end - first;
-    const BlockPlace place{tile,     kv_head, split,      token,
-                           num_taken, num_slices, slices_each};
-    finish_block<KvMixed, Sums, DIM, POLLS>(call, place, rings, num_stages * P::STAGE, stats,
-                                            mixed.lse);
+    const int num_taken = exact.count() > 0 ? num_warps : end - first;
+    finish_block<KvMixed, Sums, DIM, POLLS>(call, share, num_taken, rings, num_stages * P::STAGE,
+                                            stats, mixed.lse);
 }
 
 template <int BITS, int DIM, bool HAS_TABLE, bool POLLS>

@@ -31,11 +31,11 @@ from subten.kernels.mixed_pages import MixedPages, Window
 from subten.kernels.page_mass import add_tiles, make_shares
 from subten.kernels.step import StepTensors
 
-ARENA_BYTES = 256 * 256
-"""Levels of values and angles of positions, beside the rings."""
-
 MAX_WARPS = 8
 """Of a block: what a thread's registers leave."""
+
+ARENA_BYTES = 256 * 256 + MAX_WARPS * 512
+"""Beside the rings: levels of values and angles of positions; norms of each warp's page."""
 
 MAX_WINDOW = 448
 """Recent rows that a query reads: the arena holds scores of 512 exact keys, 64 of them sinks."""
@@ -159,9 +159,9 @@ def suits(
 
 
 def _is_aligned(t: torch.Tensor) -> bool:
-    """Rows lie where bulk copies and loads of 16 bytes may read."""
+    """Rows lie where bulk copies and loads of 16 bytes may read, at most 2 GiB apart."""
     strides = (stride * t.element_size() for stride in t.stride()[:-1])
-    return t.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides)
+    return t.data_ptr() % 16 == 0 and all(s % 16 == 0 and s < 2**31 for s in strides)
 
 
 def plan_mixed(*, num_sms: int, num_sequences: int, num_kv_heads: int) -> DecodePlan:
@@ -169,15 +169,16 @@ def plan_mixed(*, num_sms: int, num_sequences: int, num_kv_heads: int) -> Decode
     pairs = num_sequences * num_kv_heads
     if pairs > num_sms // 2:
         num_splits = 4 if pairs < 4 * num_sms else 1
-        return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=8, num_stages=3)
+        return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=8, num_stages=2)
     num_splits = max(1, min(MAX_SPLITS, num_sms // num_kv_heads // 2 * 2))
-    return DecodePlan(num_splits=num_splits, min_slices=4, num_warps=8, num_stages=3, polls=True)
+    return DecodePlan(num_splits=num_splits, min_slices=4, num_warps=8, num_stages=2, polls=True)
 
 
 def page_bytes(pages: MixedPages, fmt: MixedFormat) -> SliceBytes:
-    """A page, K or V with what comes along, as `MixedPart` of mixed_slice.cuh lays it out."""
-    k_end = fmt.k_bytes(pages.k_bits) + 4 * fmt.head_dim
-    stage_bytes = max(k_end, fmt.base_bytes + fmt.fine_bytes) + 16
+    """A page with what comes along, as `MixedPart` of mixed_slice.cuh lays it out."""
+    stage_bytes = (
+        fmt.k_bytes(pages.k_bits) + 4 * fmt.head_dim + fmt.base_bytes + fmt.fine_bytes + 16
+    )
     return SliceBytes(keys=PAGE_SIZE, stage_bytes=stage_bytes, beside=ARENA_BYTES)
 
 

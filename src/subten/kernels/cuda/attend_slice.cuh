@@ -276,9 +276,13 @@ struct WarpSums {
         }
     }
 
-    // Scores become weights; keys from `limit` on are hidden. The running maximum (Dao et al. 2022,
-    // algorithm 1) is one for all lanes of a head; the sums shrink only where it has moved.
-    INLINE void weigh(Scores& p, int limit) {
+    // Scores become weights; keys from `limit` on are hidden. `of_slice` gets their sums, of this
+    // lane's keys alone. A running maximum (Dao et al. 2022, algorithm 1) is one for all lanes of a
+    // head, and no weight needs it to be that of the newest slice: it moves, and the sums shrink,
+    // only where a lane's weights have come to MOST_WEIGHT. Most slices need no maximum of theirs.
+    static constexpr float MOST_WEIGHT = Codec::WEIGHT_SHIFT == 0 ? 0x1p10f : 0x1p74f;
+
+    INLINE void weigh(Scores& p, float (&of_slice)[TILES_H][2], int limit) {
         if (limit < P::KEYS) {
 #pragma unroll
             for (int n = 0; n < TILES; ++n)
@@ -288,11 +292,52 @@ struct WarpSums {
                     for (int j = 0; j < 4; ++j)
                         if (key_g + 4 * n + j / 2 * 2 >= limit) p[n][h][j] = MINUS_INFINITY;
         }
-        float decay[TILES_H][2];
+        float weights[TILES][TILES_H][4];
         bool has_moved = false;
+#pragma unroll 1
+        for (;;) {
+            bool is_off = false;
+#pragma unroll
+            for (int h = 0; h < TILES_H; ++h) {
+                float factors[2];
+                load_vector(factors, facts->factor + 8 * h + 2 * t);
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const float less = shift_of(max[h][j]) - Codec::WEIGHT_SHIFT;
+                    of_slice[h][j] = 0;
+#pragma unroll
+                    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+                        for (int r = j; r < 4; r += 2) {
+                            weights[n][h][r] =
+                                power_of_two(multiply_add(p[n][h][r], factors[j], -less));
+                            of_slice[h][j] += weights[n][h][r];
+                        }
+                    // NaN is off too.
+                    is_off = is_off || max[h][j] == MINUS_INFINITY ||
+                             !(of_slice[h][j] <= MOST_WEIGHT);
+                }
+            }
+            if (has_moved || !lanes_where(is_off)) break;
+            has_moved = true;
+            move_max(p);
+        }
 #pragma unroll
         for (int h = 0; h < TILES_H; ++h) {
-            float factors[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) sum[h][j] += of_slice[h][j];
+#pragma unroll
+            for (int n = 0; n < TILES; ++n)
+#pragma unroll
+                for (int r = 0; r < 4; ++r) p[n][h][r] = weights[n][h][r];
+        }
+    }
+
+    // Takes the scores of a slice into the running maximum.
+    INLINE void move_max(const Scores& p) {
+#pragma unroll
+        for (int h = 0; h < TILES_H; ++h) {
+            float factors[2], decay[2];
             load_vector(factors, facts->factor + 8 * h + 2 * t);
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
@@ -301,30 +346,15 @@ struct WarpSums {
                 for (int n = 0; n < TILES; ++n)
                     most = larger(most, larger(p[n][h][j], p[n][h][j + 2]));
                 most = larger(max[h][j], max_over_lanes<4>(most) * factors[j]);
-                const float shift = shift_of(most);
-                decay[h][j] = power_of_two(max[h][j] - shift);
-                has_moved = has_moved || most != max[h][j];
+                decay[j] = power_of_two(max[h][j] - shift_of(most));
                 max[h][j] = most;
-                const float less = shift - Codec::WEIGHT_SHIFT;
-#pragma unroll
-                for (int n = 0; n < TILES; ++n)
-#pragma unroll
-                    for (int r = j; r < 4; r += 2)
-                        p[n][h][r] = power_of_two(multiply_add(p[n][h][r], factors[j], -less));
-            }
-        }
-        if (!lanes_where(has_moved)) return;
-#pragma unroll
-        for (int h = 0; h < TILES_H; ++h) {
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                sum[h][j] *= decay[h][j];
-                of_middle[h][j] *= decay[h][j];
+                sum[h][j] *= decay[j];
+                of_middle[h][j] *= decay[j];
             }
 #pragma unroll
             for (int m = 0; m < STEPS; ++m)
 #pragma unroll
-                for (int j = 0; j < 4; ++j) acc[h][m][j] *= decay[h][j % 2];
+                for (int j = 0; j < 4; ++j) acc[h][m][j] *= decay[j % 2];
         }
     }
 
@@ -365,8 +395,6 @@ struct WarpSums {
 #pragma unroll
                 for (int h = 0; h < TILES_H; ++h) {
                     const float low = p[n][h][2 * r], high = p[n][h][2 * r + 1];
-                    sum[h][0] += low;
-                    sum[h][1] += high;
                     if (Codec::HAS_ZERO) {
                         of_middle[h][0] += low * middles[r];
                         of_middle[h][1] += high * middles[r];

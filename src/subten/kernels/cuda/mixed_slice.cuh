@@ -8,62 +8,115 @@
 
 // Levels of keys in units (codecs/shaped.py), by code, as bytes; SURPLUS is what they are too large
 // by. At 4 bits each half of the codes has a table, whose bytes are positive, so that codes of the
-// other half give 0.
+// other half give 0: the upper half has nibbles of its own, two bits of which are turned.
 template <int BITS>
 struct KeyLevels;
 template <>
 struct KeyLevels<2> {
     static constexpr float UNIT = 0.171141f;
     static constexpr int SURPLUS = 0;
-    static INLINE u32 bytes(u32 nibbles) { return bytes_of_table(0x0a03fdf6u, 0, nibbles); }
-    static INLINE u32 nibbles(u32 low, u32, int q) { return low >> 2 * q & 0x33333333u; }
+    // Two words: bytes of the lower four codes of a word of nibbles, and of the upper four.
+    static INLINE void bytes(u32 (&out)[2], u32 low, u32, int q) {
+        const u32 nibbles = low >> 2 * q & 0x33333333u;
+        out[0] = bytes_of_table(0x0a03fdf6u, 0, nibbles);
+        out[1] = bytes_of_table(0x0a03fdf6u, 0, upper_half(nibbles));
+    }
 };
 template <>
 struct KeyLevels<3> {
     static constexpr float UNIT = 0.0358764f;
     static constexpr int SURPLUS = 0;
-    static INLINE u32 bytes(u32 nibbles) {
-        return bytes_of_table(0xf9ead9c2u, 0x3e271607u, nibbles);
-    }
-    static INLINE u32 nibbles(u32 low, u32 high, int q) {
-        if (q) return (low >> 2 & 0x33333333u) | (high & 0x44444444u);
-        return (low & 0x33333333u) | (high << 2 & 0x44444444u);
+    static INLINE void bytes(u32 (&out)[2], u32 low, u32 high, int q) {
+        const u32 nibbles = select_bits(0x33333333u, q ? low >> 2 : low,
+                                        (q ? high : high << 2) & 0x44444444u);
+        out[0] = bytes_of_table(0xf9ead9c2u, 0x3e271607u, nibbles);
+        out[1] = bytes_of_table(0xf9ead9c2u, 0x3e271607u, upper_half(nibbles));
     }
 };
 template <>
 struct KeyLevels<4> {
     static constexpr float UNIT = 0.0430917f;
     static constexpr int SURPLUS = 64;
-    static INLINE u32 bytes(u32 nibbles) {
-        return bytes_of_table(0x22190e01u, 0x3d37312au, nibbles) |
-               bytes_of_table(0x564f4943u, 0x7f72675eu, nibbles ^ 0x88888888u);
-    }
-    static INLINE u32 nibbles(u32 low, u32 high, int q) {
-        if (q) return (low >> 2 & 0x33333333u) | (high & 0xccccccccu);
-        return (low & 0x33333333u) | (high << 2 & 0xccccccccu);
+    static INLINE void bytes(u32 (&out)[2], u32 low, u32 high, int q) {
+        low = q ? low >> 2 : low;
+        high = q ? high : high << 2;
+        const u32 lower = select_bits(0x33333333u, low, high);
+        const u32 upper = select_bits(0x33333333u, low, ~high);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            out[i] = bytes_of_table(0x22190e01u, 0x3d37312au, lower >> 16 * i) +
+                     bytes_of_table(0x7f72675eu, 0x564f4943u, upper >> 16 * i);
     }
 };
 
-// Key of row 0 to 15 of tile 0, rows 2a, 2a+1, 2a+8 and 2a+9 four neighbours of quarter a of the page,
-// each quarter in an order of its own: so neither the rows of V that four lanes t read, nor those of
-// K of four lanes g, meet in a bank.
-INLINE int key_of_row(int row) {
-    const int quarter = row % 8 / 2;
-    return 16 * quarter + ((row % 2 + row / 8 * 2) ^ (quarter / 2 + quarter % 2 * 2));
+// Key of row 0 to 7 of tile 0; those of tile n are 8 n on, and rows 8 to 15 have their mirror images,
+// so that a lane has both keys of a distance from the page's middle. Neither the rows of V that four
+// lanes t read, nor those of K of four lanes g, meet in a bank.
+INLINE int key_of_row(int row) { return row / 4 * 4 + (row % 4 ^ row / 4); }
+INLINE int mirror(int key) { return PAGE_KEYS - 1 - key; }
+
+// A turn by an angle.
+struct Turn {
+    float cosine, sine;
+
+    INLINE Turn operator*(const Turn& other) const {
+        return {multiply_add(cosine, other.cosine, -(sine * other.sine)),
+                multiply_add(sine, other.cosine, cosine * other.sine)};
+    }
+    // Of twice which this is the turn; that and half a turn would do as well.
+    INLINE Turn half() const {
+        const float size = multiply_add(cosine < 0 ? -cosine : cosine, 0.5f, 0.5f);
+        const float inverse = near_inverse_sqrt(size), other = 0.5f * sine * inverse;
+        if (cosine < 0) return {other, size * inverse};
+        return {size * inverse, other};
+    }
+};
+
+// For a lane's N neighbouring pairs of columns from `pair` on: half of the turn from one row of the
+// table to the next, which are turns of one another, times a factor.
+template <int DIM, int N>
+INLINE void half_turns(Turn (&halves)[N], const float* table, int table_len, int pair) {
+    float factor[N], cosine[N] = {}, sine[N] = {};
+    load_vector(factor, table + pair);
+    if (table_len > 1) {
+        load_vector(cosine, table + DIM + pair);
+        load_vector(sine, table + DIM + DIM / 2 + pair);
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const float inverse = rough_reciprocal(factor[i]);
+        // There is one row, or one that counts.
+        const bool is_alone = table_len < 2 || cosine[i] != cosine[i];
+        const Turn whole{is_alone ? 1.0f : cosine[i] * inverse, is_alone ? 0.0f : sine[i] * inverse};
+        halves[i] = whole.half();
+    }
 }
 
-// Bytes of a page's planes, and where they lie in a stage of the ring: K with one row of the table
-// of positions, or V with its fine plane. A stage ends in a barrier and a word for the consumer.
+// `half` 2 * n + 1 times, n < 32.
+INLINE Turn odd_turns(Turn half, int n) {
+    Turn all = half, power = half * half;
+#pragma unroll
+    for (int bit = 0; bit < 5; ++bit) {
+        const Turn more = all * power;
+        if (n >> bit & 1) all = more;
+        power = power * power;
+    }
+    return all;
+}
+
+// Bytes of a page's planes, and where they lie in a stage of the ring: K, one row of the table of
+// positions, V, its fine plane. A stage ends in a barrier and a word for the consumer. A warp has
+// beside its ring the norms of a page's keys and values, NORMS floats.
 template <int BITS, int DIM>
 struct MixedPart {
     static constexpr int ROW = DIM / 4, LOW = PAGE_KEYS * ROW;
     static constexpr int HIGH_ROW = BITS == 4 ? ROW : BITS == 3 ? ROW / 2 : 0;
     static constexpr int K_NORMS = LOW + PAGE_KEYS * HIGH_ROW, K_BYTES = K_NORMS + PAGE_KEYS;
-    static constexpr int V_NORMS = LOW, BASE_BYTES = LOW + PAGE_KEYS, FINE_BYTES = LOW;
+    static constexpr int BASE_BYTES = LOW + PAGE_KEYS, FINE_BYTES = LOW;
     static constexpr int TABLE_ROW = K_BYTES, TABLE_BYTES = 4 * DIM;
-    static constexpr int K_END = TABLE_ROW + TABLE_BYTES, V_END = BASE_BYTES + FINE_BYTES;
-    static constexpr int BARRIER = K_END > V_END ? K_END : V_END;
-    static constexpr int STAGE = BARRIER + 16;
+    static constexpr int BASE = TABLE_ROW + TABLE_BYTES, V_NORMS = BASE + LOW;
+    static constexpr int FINE = BASE + BASE_BYTES, BARRIER = FINE + FINE_BYTES;
+    static constexpr int STAGE = BARRIER + 16, NORMS = 2 * PAGE_KEYS;
     static_assert(BARRIER % 16 == 0 && K_BYTES % 16 == 0 && BASE_BYTES % 16 == 0, "bulk copies");
 
     static INLINE u64* barrier_of(u8* stage) { return reinterpret_cast<u64*>(stage + BARRIER); }
@@ -72,6 +125,18 @@ struct MixedPart {
 
 // Queries and sums of values lie in the order of int2's codes, and sums count as its do.
 struct KvMixed : KvInt2 {};
+
+// A warp's row of cosines and sines, columns `N` a lane, less an angle; a sine's turns are those of
+// its cosine. Coefficients of such rows turn likewise.
+template <int N>
+INLINE void turn_columns(float (&columns)[N], const Turn (&turns)[N], int lane) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const float other = shuffle_xor(columns[i], WARP / 2);
+        const float sine = lane < WARP / 2 ? turns[i].sine : -turns[i].sine;
+        columns[i] = multiply_add(columns[i], turns[i].cosine, other * sine);
+    }
+}
 
 // What a block knows of the queries of 8 heads beside their bytes: they themselves, for exact keys;
 // what scores of positions count, in those of codes and in full. `first_sum` is minus SURPLUS times
@@ -91,8 +156,24 @@ struct ExactRows {
     i64 sink_values, recent_stride;
     int num_sinks, first_near, num_keys, base, cap;
 
+    // Of a part of the sequence: its first sink, how many, and the same of its recent keys.
+    int first_sink, sinks_in, first_in, recent_in;
+
     INLINE bool are_in(int first, int count) const {
         return first < num_sinks || first + count > first_near;
+    }
+    // The part is keys `start` to `stop` - 1.
+    INLINE void span(int start, int stop) {
+        first_sink = start;
+        sinks_in = start < num_sinks ? num_sinks - start : 0;
+        first_in = first_near < start ? start : first_near;
+        first_in = first_in < num_sinks ? num_sinks : first_in;
+        stop = stop < num_keys ? stop : num_keys;
+        recent_in = stop > first_in ? stop - first_in : 0;
+    }
+    INLINE int count() const { return sinks_in + recent_in; }
+    INLINE int key(int i) const {
+        return i < sinks_in ? first_sink + i : first_in + i - sinks_in;
     }
     // Of one of these keys.
     template <int DIM>
@@ -119,15 +200,18 @@ struct ExactSums {
         }
     }
 
-    // Adds a key; `angles` and `coefs` are those of the lane, coefs of neighbouring heads `stride`
-    // apart, or null. Leaves scores in base 2 of all heads in `scores`.
-    INLINE void add(const u16* key, const u16* value, const float* angles, const float* coefs,
-                    int stride, const MixedFacts<DIM>& facts, float scale_log2, float* scores,
-                    int lane) {
+    // Adds a key; `angles`, `turns` and `coefs` are those of the lane's columns, coefs of neighbouring
+    // heads `stride` apart, or null. Coefs are turned by `turns`, and angles are not. Leaves scores in base 2 of all heads in `scores`, if there is room.
+    INLINE void add(const u16* key, const u16* value, const float* angles,
+                    const Turn (&turns)[VALUES], const float* coefs, int stride,
+                    const MixedFacts<DIM>& facts, float scale_log2, float* scores, int lane) {
         float k[VALUES], v[VALUES], angle[VALUES] = {};
         load_row(k, key);
         load_row(v, value);
-        if (angles) load_vector(angle, angles);
+        if (angles) {
+            load_vector(angle, angles);
+            turn_columns(angle, turns, lane);
+        }
         float s[HEADS];
 #pragma unroll
         for (int h = 0; h < HEADS; ++h) {
@@ -151,7 +235,7 @@ struct ExactSums {
 #pragma unroll
         for (int h = 0; h < HEADS; ++h) {
             s[h] *= scale_log2;
-            if (lane == h) scores[h] = s[h];
+            if (scores && lane == h) scores[h] = s[h];
             const float most = larger(max[h], s[h]), shift = shift_of(most);
             const float decay = power_of_two(max[h] - shift), p = power_of_two(s[h] - shift);
             max[h] = most;
@@ -200,33 +284,40 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
     using P = MixedPart<BITS, DIM>;
     using Levels = KeyLevels<BITS>;
     using typename Base::Scores;
-    using Base::acc, Base::g, Base::t, Base::max, Base::q_pairs, Base::sum;
+    using Base::acc, Base::g, Base::t, Base::max, Base::q_pairs;
     static constexpr int STEPS = Base::STEPS, TILES = Base::TILES, FRAGMENTS = Base::FRAGMENTS;
     static constexpr int WORDS = Base::KeyShare::WORDS, UNIT = Base::KeyShare::UNIT;
     // Neighbouring channels of V that a lane holds in each quarter.
     static constexpr int V_UNIT = DIM / 32;
     static_assert(TILES == 4 && FRAGMENTS == STEPS && Base::ValueShare::WORDS == 1, "a whole page");
 
-    // Of this lane's rows of S^T, g + 8 r of tile n: keys, `first_row_key` + 4 n + `turn` r; and
-    // where their norms lie in four bytes. Of its rows of V: bytes of a plane, those of tile 0.
-    int first_row_key, turn, v_at[4];
+    // Of this lane's rows of S^T, g of tile 0: its key; and where norms of rows g and g + 8 lie in
+    // four bytes. Of its rows of V: bytes of a plane, those of tile 0.
+    int first_row_key, v_at[4];
     u32 norm_bytes[2];
 
     const MixedFacts<DIM>* mixed_facts;
+    float* norms;
 
-    INLINE MixedSums(int lane, const u16* q_places, const MixedFacts<DIM>& of_queries)
+    INLINE MixedSums(int lane, const u16* q_places, const MixedFacts<DIM>& of_queries,
+                     float* of_warp)
         : Base(lane, q_places, of_queries) {
         mixed_facts = &of_queries;
+        norms = of_warp;
         first_row_key = key_of_row(g);
-        turn = key_of_row(g + 8) - first_row_key;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) norm_bytes[r] = byte_selector((first_row_key + turn * r) % 4);
+        for (int r = 0; r < 2; ++r) norm_bytes[r] = byte_selector(key(0, r) % 4);
 #pragma unroll
-        for (int r = 0; r < 4; ++r)
-            v_at[r] = key_of_row(2 * t + r % 2 + r / 2 * 8) * P::ROW + g * V_UNIT;
+        for (int r = 0; r < 4; ++r) {
+            const int first = key_of_row(2 * t + r % 2);
+            v_at[r] = (r < 2 ? first : mirror(first)) * P::ROW + g * V_UNIT;
+        }
     }
 
-    INLINE int key(int n, int r) const { return first_row_key + 4 * n + turn * r; }
+    INLINE int key(int n, int r) const {
+        const int first = first_row_key + 8 * n;
+        return r ? mirror(first) : first;
+    }
 
     // Hides keys of the page but those from `start` to `end` - 1.
     INLINE void hide(Scores& p, int start, int end) const {
@@ -238,19 +329,29 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
                 if (key(n, i / 2) < start || key(n, i / 2) >= end) p[n][0][i] = MINUS_INFINITY;
     }
 
-    // Norms of this lane's keys of tiles `first` and the next from their bytes (codecs/norm_byte.py).
+    // The norms of the page in `stage` from their bytes (codecs/norm_byte.py), for the warp to load
+    // when it has met: each lane those of the two keys of its rows of tile t.
+    INLINE void decode_norms(const u8* stage) const {
+        put_norms<128>(norms, stage + P::K_NORMS);
+        put_norms<208>(norms + PAGE_KEYS, stage + P::V_NORMS);
+    }
     template <int BIAS>
-    INLINE void load_norms(float (&norms)[2][2], const u8* bytes, int first) const {
-        u32 words[2];
-        load_words<8>(words, bytes + g / 2 * 16 + first * 4);
+    INLINE void put_norms(float* to, const u8* bytes) const {
+        float pair[2];
 #pragma unroll
-        for (int n = 0; n < 2; ++n)
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const float byte = float_of_byte(words[n], norm_bytes[r]);
-                const float power = multiply_add(byte, 0.0625f, -(FLOAT_OF_BYTE + 1 + BIAS) / 16);
-                norms[n][r] = byte == FLOAT_OF_BYTE ? 0.0f : power_of_two(power);
-            }
+        for (int r = 0; r < 2; ++r) {
+            u32 word;
+            load_words<4>(&word, bytes + key(t, r) / 4 * 4);
+            const float byte = float_of_byte(word, norm_bytes[r]);
+            const float power = multiply_add(byte, 0.0625f, -(FLOAT_OF_BYTE + 1 + BIAS) / 16);
+            pair[r] = byte == FLOAT_OF_BYTE ? 0.0f : power_of_two(power);
+        }
+        store_vector(to + (g * TILES + t) * 2, pair);
+    }
+
+    // Those of this lane's keys of tiles `first` and the next, of K or of V: of row r, 2 n + r.
+    INLINE void load_norms(float (&of_tiles)[4], bool is_value, int first) const {
+        load_vector(of_tiles, norms + is_value * PAGE_KEYS + (g * TILES + first) * 2);
     }
 
     INLINE void load_codes(u32 (&low)[WORDS], u32 (&high)[WORDS], const u8* stage, int row) const {
@@ -290,32 +391,36 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
                         u32 a[4];
 #pragma unroll
                         for (int r = 0; r < 2; ++r) {
-                            const u32 codes = Levels::nibbles(low[b][r][w], high[b][r][w], q);
-                            a[r] = Levels::bytes(codes);
-                            a[r + 2] = Levels::bytes(codes >> 16);
+                            u32 bytes[2];
+                            Levels::bytes(bytes, low[b][r][w], high[b][r][w], q);
+                            a[r] = bytes[0];
+                            a[r + 2] = bytes[1];
                         }
                         const int step = 2 * (2 * w + q);
                         mma_bytes(upper[b], a, q_pairs[0][step]);
                         mma_bytes(lower[b], a, q_pairs[0][step + 1]);
                     }
-            float norms[2][2];
-            load_norms<128>(norms, stage + P::K_NORMS, first);
+            // Here, where they have long been put.
+            if (first == 0) sync_warp();
+            float of_tiles[4];
+            load_norms(of_tiles, false, first);
 #pragma unroll
             for (int b = 0; b < 2; ++b)
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
                     p[first + b][0][i] =
-                        (float)(upper[b][i] * 256 + lower[b][i]) * norms[b][i / 2];
+                        (float)(upper[b][i] * 256 + lower[b][i]) * of_tiles[2 * b + i / 2];
         }
     }
 
-    // Adds what positions do: with n = n0 + r, n0 the page's first key, and a pair of columns a, b
-    //   a cos(n w) + b sin(n w) = (a c + b s) cos(r w) + (b c - a s) sin(r w),
-    // c and s those of n0 w, in `row`. `coefs` are the head's, and `fragments` the lane's, 1024
-    // bytes apart: cosines and sines of r w as A fragments.
+    // Adds what positions do: with n = n0 + 31.5 + r, n0 the page's first key, and a pair of columns
+    //   a cos((n0 + r) w) + b sin((n0 + r) w) = (a c + b s) cos(r w) + (b c - a s) sin(r w),
+    // c and s those of n0 w, in `row`: sums over cosines are the same, those over sines of other
+    // sign, for the keys at r and -r. `coefs` are the head's, already turned by 31.5 w, and
+    // `fragments` the lane's, 1024 bytes apart: cosines, then sines of r w as A fragments.
     INLINE void add_positions(Scores& p, const float* row, const float* coefs,
                               const u8* fragments) const {
-        float of_positions[TILES][4] = {}, factors[2];
+        float even[TILES / 2][4] = {}, odd[TILES / 2][4] = {}, factors[2];
 #pragma unroll
         for (int u = 0; u < DIM / 32; ++u) {
             const int pair = 16 * u + 4 * t;
@@ -329,52 +434,49 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
                 x[i] = multiply_add(a[i], c[i], b[i] * s[i]);
                 y[i] = multiply_add(b[i], c[i], -(a[i] * s[i]));
             }
+            const u32 of_x[2] = {pack_half(x[0], x[1]), pack_half(x[2], x[3])};
+            const u32 of_y[2] = {pack_half(y[0], y[1]), pack_half(y[2], y[3])};
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const u32 cosines = pack_half(x[2 * e], x[2 * e + 1]);
-                const u32 sines = pack_half(y[2 * e], y[2 * e + 1]);
-#pragma unroll
-                for (int n = 0; n < TILES; ++n) {
-                    u32 a4[4];
-                    load_words<16>(a4, fragments + (n * STEPS + 2 * u + e) * 1024);
-                    mma_half(of_positions[n], a4[0], a4[1], a4[2], a4[3], cosines, sines);
-                }
+            for (int m = 0; m < TILES / 2; ++m) {
+                u32 words[4];
+                load_words<16>(words, fragments + (m * STEPS + 2 * u) * 1024);
+                mma_half(even[m], words[0], words[1], words[2], words[3], of_x[0], of_x[1]);
+                load_words<16>(words, fragments + (m * STEPS + 2 * u + 1) * 1024);
+                mma_half(odd[m], words[0], words[1], words[2], words[3], of_y[0], of_y[1]);
             }
         }
         load_vector(factors, mixed_facts->positions + 2 * t);
 #pragma unroll
         for (int n = 0; n < TILES; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                p[n][0][i] = multiply_add(of_positions[n][i], factors[i % 2], p[n][0][i]);
+            for (int j = 0; j < 2; ++j) {
+                const float e = even[n / 2][n % 2 * 2 + j], o = odd[n / 2][n % 2 * 2 + j];
+                p[n][0][j] = multiply_add(e - o, factors[j], p[n][0][j]);
+                p[n][0][2 + j] = multiply_add(e + o, factors[j], p[n][0][2 + j]);
+            }
     }
 
-    // Weights of a page as B fragments; `of_page` gets their sums, of this lane's keys alone.
-    INLINE void weigh_values(u32 (&pairs)[TILES][2], float (&of_page)[2], const Scores& p,
-                             const u8* stage) {
+    // Weights of a page as B fragments.
+    INLINE void weigh_values(u32 (&pairs)[TILES][2], const Scores& p) const {
 #pragma unroll
         for (int first = 0; first < TILES; first += 2) {
-            float norms[2][2];
-            load_norms<208>(norms, stage + P::V_NORMS, first);
+            float of_tiles[4];
+            load_norms(of_tiles, true, first);
 #pragma unroll
             for (int b = 0; b < 2; ++b)
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const float low = p[first + b][0][2 * r], high = p[first + b][0][2 * r + 1];
-                    of_page[0] += low;
-                    of_page[1] += high;
-                    pairs[first + b][r] =
-                        transpose_8x8(pack_bf16(low * norms[b][r], high * norms[b][r]));
+                    const float norm = of_tiles[2 * b + r];
+                    pairs[first + b][r] = transpose_8x8(pack_bf16(low * norm, high * norm));
                 }
         }
-#pragma unroll
-        for (int j = 0; j < 2; ++j) sum[0][j] += of_page[j];
     }
 
     INLINE void load_values(u32 (&rows)[4], const u8* plane, int n) const {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            load_words<V_UNIT>(rows + r, plane + v_at[r] + 4 * n * P::ROW);
+            load_words<V_UNIT>(rows + r, plane + v_at[r] + (r < 2 ? 8 : -8) * n * P::ROW);
         }
     }
 
@@ -384,7 +486,7 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
             u32 rows[4], a[FRAGMENTS][4];
-            load_values(rows, stage, n);
+            load_values(rows, stage + P::BASE, n);
             const u32 ab[2] = {low_halves(rows[0], rows[1]), high_halves(rows[0], rows[1])};
             const u32 cd[2] = {low_halves(rows[2], rows[3]), high_halves(rows[2], rows[3])};
             KvMixed::value_pairs(a, ab, cd);
@@ -404,8 +506,8 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
             u32 base[4], fine[4];
-            load_values(base, stage, n);
-            load_values(fine, stage + P::BASE_BYTES, n);
+            load_values(base, stage + P::BASE, n);
+            load_values(fine, stage + P::FINE, n);
             u32 codes[2][2][2];  // keys a and b, or c and d; quarter q; q or q + 2
 #pragma unroll
             for (int k = 0; k < 2; ++k)
@@ -413,8 +515,8 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
                 for (int q = 0; q < 2; ++q) {
                     const u32 first = fine_nibbles(base[2 * k], fine[2 * k], q);
                     const u32 second = fine_nibbles(base[2 * k + 1], fine[2 * k + 1], q);
-                    codes[k][q][0] = (first & 0x0f0f0f0fu) | (second << 4 & 0xf0f0f0f0u);
-                    codes[k][q][1] = (first >> 4 & 0x0f0f0f0fu) | (second & 0xf0f0f0f0u);
+                    codes[k][q][0] = select_bits(0x0f0f0f0fu, first, second << 4);
+                    codes[k][q][1] = select_bits(0x0f0f0f0fu, first >> 4, second);
                 }
 #pragma unroll
             for (int m = 0; m < FRAGMENTS; ++m) {
@@ -431,8 +533,7 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
     }
 
     static INLINE u32 fine_nibbles(u32 base, u32 fine, int q) {
-        if (q) return (fine >> 2 & 0x33333333u) | (base & 0xccccccccu);
-        return (fine & 0x33333333u) | (base << 2 & 0xccccccccu);
+        return select_bits(0x33333333u, q ? fine >> 2 : fine, q ? base : base << 2);
     }
 
     // The logarithm of the page's sum of weights, of heads 2t and 2t+1, to `shares` of the page.
