@@ -37,6 +37,13 @@ PLANS = [
 ]
 """What the emulator holds: one warp and more, some without rows, rings of 1, 2 and 3."""
 
+WIDE_PLANS = [
+    GroupedPlan(tiles=2, warps=4, depth=3, blocks=1, wide=True),
+    GroupedPlan(tiles=4, warps=4, depth=2, blocks=1, wide=True),
+    GroupedPlan(tiles=6, warps=8, depth=1, blocks=1, wide=True),
+]
+"""And these, of FP8: tensor cores that read the tokens; the third has warps without rows."""
+
 LARGE = GroupedPlan(tiles=4, warps=2, depth=2, blocks=1)
 """So does it this one: two pairs of tiles, one of which most loads leave out."""
 
@@ -144,6 +151,23 @@ def test_grouped_is_the_formula(randn, generator, weight_format, plan):
         hidden=hidden,
         weight_format=weight_format,
         residual_dtype=torch.float32 if plan.warps % 2 else torch.bfloat16,
+    )
+    case.check(case.run(plan))
+
+
+@pytest.mark.parametrize("plan", WIDE_PLANS, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 33])
+@pytest.mark.usefixtures("kernels", "poisoned")
+def test_wide_products(randn, generator, num_tokens, plan):
+    """Full tiles and one more token, experts without any, inputs that end within a stage."""
+    case = Case(
+        randn,
+        distinct_ids(generator, num_tokens, 3, 2) * 2,
+        E=5,
+        D=320,
+        hidden=192,
+        weight_format="fp8",
+        residual_dtype=torch.float32,
     )
     case.check(case.run(plan))
 

@@ -13,6 +13,7 @@
 //
 // weight_tiles.cuh shows both.
 #include "weight_tiles.cuh"
+#include "wide_device.cuh"
 
 #define NUM_STAGES 3
 
@@ -56,19 +57,28 @@ struct Tiles {
     }
 };
 
-template <class Format, int NT, int WARPS, int DEPTH>
+// Sums of a block's rows and up to 8 * NT tokens. With WIDE the four warps of a group work together,
+// and the tensor cores read the tokens: FP8 alone, as the inputs of a lane decide where a token's
+// lie. Of a block's 64, lane t has codes 16 t ..; in step s of four it gives those from 4 s on, as
+// the numbers 2 t, 2 t + 1 and 2 t + 8, 2 t + 9 of the step's sixteen.
+//
+//   inputs 2 i and 2 i + 1 (4 bytes) of a token:  word i / 8 of unit i % 8
+template <class Format, int NT, int WARPS, int DEPTH, bool WIDE>
 struct Product : Sums<Format, NT> {
     using Sums<Format, NT>::UNITS;
     using Sums<Format, NT>::BLOCK_BYTES;
+    using Sums<Format, NT>::sum;
     static constexpr int THREADS = WARP * WARPS, COLUMNS = 8 * NT;
     static constexpr int STAGE_UNITS = DEPTH * 4 * UNITS;     // of a token in a stage
     static constexpr int ROW_BYTES = DEPTH * BLOCK_BYTES / 128 * 128 + 64 +
                                      (DEPTH * BLOCK_BYTES % 128 ? 128 : 0);
-    static constexpr int STAGE_BYTES = COLUMNS * ROW_BYTES;
-    // Tokens that all threads copy at once, a unit each.
-    static constexpr int AT_ONCE = THREADS / STAGE_UNITS;
+    static constexpr int WIDE_BYTES = COLUMNS * 128;  // 64 inputs of all tokens
+    static constexpr int STAGE_BYTES = WIDE ? DEPTH * WIDE_BYTES : COLUMNS * ROW_BYTES;
+    // Tokens that all threads copy at once, a unit each, or with WIDE two inputs.
+    static constexpr int AT_ONCE = WIDE ? WARPS : THREADS / STAGE_UNITS;
     static constexpr int COPIES = (COLUMNS + AT_ONCE - 1) / AT_ONCE;
     static_assert(AT_ONCE > 0, "a stage of a token has more units than the block threads");
+    static_assert(!WIDE || (Format::CODES == 16 && WARPS % 4 == 0 && NT % 2 == 0), "not wide");
 
     u8* stages;
     const u16* x;
@@ -82,6 +92,7 @@ struct Product : Sums<Format, NT> {
         units = dim / 8, num_blocks = dim / (4 * Format::CODES);
     }
 
+    // Asks for the first blocks of weights.
     INLINE void ask(Cursor<Format>& cursor) {
 #pragma unroll
         for (int s = 0; s < DEPTH; ++s)
@@ -92,7 +103,8 @@ struct Product : Sums<Format, NT> {
     // still read the stages.
     template <class RowOf>
     INLINE void copy_first(int num_columns, RowOf row_of) {
-        const int own_column = thread / STAGE_UNITS, own_unit = thread % STAGE_UNITS;
+        const int own_column = WIDE ? thread / WARP : thread / STAGE_UNITS;
+        const int own_unit = WIDE ? 0 : thread % STAGE_UNITS;
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
             const int column = own_column + i * AT_ONCE;
@@ -105,18 +117,38 @@ struct Product : Sums<Format, NT> {
     }
 
     INLINE void copy() {
-        const int own_unit = thread % STAGE_UNITS;
-        if (copied + own_unit < units) {
-            const SharedAt to = shared_at(stages) + thread / STAGE_UNITS * ROW_BYTES +
-                                this->unit_byte(own_unit) + into;
-#pragma unroll
-            for (int i = 0; i < COPIES; ++i)
-                if (from[i] >= 0)
-                    copy16(to + i * (AT_ONCE * ROW_BYTES), x + (i64)(from[i] + copied) * 8);
-        }
+        if constexpr (WIDE)
+            copy_pairs();
+        else
+            copy_units();
         end_copies();
         copied += STAGE_UNITS;
         into = into < (NUM_STAGES - 1) * STAGE_BYTES ? into + STAGE_BYTES : 0;
+    }
+
+    INLINE void copy_units() {
+        const int own_unit = thread % STAGE_UNITS;
+        if (copied + own_unit >= units) return;
+        const SharedAt to = shared_at(stages) + thread / STAGE_UNITS * ROW_BYTES +
+                            this->unit_byte(own_unit) + into;
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i)
+            if (from[i] >= 0)
+                copy16(to + i * (AT_ONCE * ROW_BYTES), x + (i64)(from[i] + copied) * 8);
+    }
+
+    INLINE void copy_pairs() {
+        const int lane = thread % WARP, own_column = thread / WARP;
+        const int own = own_column * 128 + (lane % 8 ^ own_column % 8) * 16 + lane / 8 * 4;
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i) {
+            if (from[i] < 0) continue;
+            const SharedAt to = shared_at(stages) + (own ^ i * WARPS % 8 * 16) + i * WARPS * 128 + into;
+            const u16* own_x = x + (i64)(from[i] + copied) * 8 + lane * 2;
+#pragma unroll
+            for (int s = 0; s < DEPTH; ++s)
+                if (copied + s * 8 < units) copy4(to + s * WIDE_BYTES, own_x + s * 64);
+        }
     }
 
     INLINE void run(Cursor<Format>& cursor, int num_columns) {
@@ -127,6 +159,7 @@ struct Product : Sums<Format, NT> {
         int stage = 0;
         for (int chunk = 0; chunk < num_chunks; ++chunk) {
             wait_copies<1>();
+            if constexpr (WIDE) show_to_wide_mma();
             // Chunk `chunk` is there, and nobody reads the one before it any more.
             __syncthreads();
             copy();
@@ -134,10 +167,37 @@ struct Product : Sums<Format, NT> {
 #pragma unroll
             for (int s = 0; s < DEPTH; ++s) {
                 if (s >= left) break;
-                this->multiply(ring[s], own + stage + s * BLOCK_BYTES, ROW_BYTES, num_tiles);
+                if constexpr (WIDE)
+                    multiply_wide(ring[s], shared_at(stages) + stage + s * WIDE_BYTES);
+                else
+                    this->multiply(ring[s], own + stage + s * BLOCK_BYTES, ROW_BYTES, num_tiles);
                 if (s + DEPTH < left) cursor.load(ring[s]);
             }
             stage = stage < (NUM_STAGES - 1) * STAGE_BYTES ? stage + STAGE_BYTES : 0;
+        }
+    }
+
+    INLINE void multiply_wide(const Block<Format>& block, SharedAt tokens) {
+        const ColumnsAt columns = columns_at(tokens);
+#pragma unroll
+        for (int unit = 0; unit < UNITS; ++unit) {
+            u32 a[2][2][4];  // [mma][step]
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int mma = i / 2, high = i % 2;
+                u32 pair[4];
+                Format::pairs(pair, block.codes[mma][high], unit);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) a[mma][j / 2][j % 2 * 2 + high] = pair[j];
+            }
+            begin_wide_mma();
+#pragma unroll
+            for (int step = 0; step < 2; ++step) {
+                const ColumnsAt b = columns_on(columns, unit * 2 + step);
+                WideMma<NT>::template add<0>(sum, a[0][step], b);
+                WideMma<NT>::template add<1>(sum, a[1][step], b);
+            }
+            end_wide_mma();
         }
     }
 };
@@ -191,13 +251,13 @@ INLINE void store_pair(u16* to, float low, float high) {
 // FP8, 512 tokens of qwen3-30b-a3b: 403 MB, 90 us at 4.5 TB/s. For 128 inputs a warp has 434
 // instructions (SASS, 48 tokens; 96 of them `mma`), and its share of the memory's time is 820
 // cycles.
-template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS>
+template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE>
 __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_up_kernel(const u8* codes, const void* scale, const u16* h, const int* start,
                       const int* order, u16* act, int num_experts, int top_k, int dim,
                       int hidden, int early_bytes) {
     DYNAMIC_SHARED(dynamic_shared);
-    using Tokens = Product<Format, NT, WARPS, DEPTH>;
+    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE>;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     // While experts are chosen, and nothing else reads memory: where each will have tokens, these
     // are about the rows that the first items take.
@@ -289,13 +349,13 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
 //
 // Bytes: D rows of weights for each expert with tokens, A * F * 2 from L2 for each part of the
 // rows, A * D * 2 of y.
-template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS>
+template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE>
 __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_down_kernel(const u8* codes, const void* scale, const u16* act, const int* start,
                         const int* order, u16* y, int num_experts, int dim, int hidden,
                         int has_early_starts) {
     DYNAMIC_SHARED(dynamic_shared);
-    using Tokens = Product<Format, NT, WARPS, DEPTH>;
+    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE>;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     launch_dependents();
     // Starts and weights may be read here if the kernel before is `grouped_up_kernel`, which lets

@@ -57,13 +57,15 @@ class GroupedPlan:
 
     A block takes up to 8 * `tiles` tokens of an expert and 32 rows of weights for each of its
     `warps`; a warp keeps 2 * `depth` KiB of weights in flight; `blocks` of them fit an SM, by
-    registers, and at one tile so many an SM are launched, each taking one item after another.
+    registers, and at one tile so many an SM are launched, each taking one item after another. With
+    `wide` tensor cores read the tokens from shared memory by themselves, for four warps at once.
     """
 
     tiles: int
     warps: int
     depth: int
     blocks: int
+    wide: bool = False
 
     @property
     def columns(self) -> int:
@@ -73,7 +75,8 @@ class GroupedPlan:
     def shared_bytes(self, weight_format: GroupedFormat, num_experts: int) -> int:
         """Of a block: stages of rows that are an odd number of 64 bytes, experts' starts, and for
         each of two items the assignments of its tile and the scales of its rows."""
-        row_bytes = -(-self.depth * 2 * weight_format.block // 128) * 128 + 64
+        row_bytes = -(-self.depth * 2 * weight_format.block // 128) * 128
+        row_bytes += 0 if self.wide else 64
         aside = 2 * (self.columns + 32 * self.warps)
         return NUM_STAGES * self.columns * row_bytes + 4 * (num_experts + 1 + aside)
 
@@ -304,4 +307,5 @@ def _num_blocks(
 
 def kernel_name(kernel: str, weight_format: str, plan: GroupedPlan) -> str:
     struct = FORMATS[weight_format].struct
-    return f"{kernel}<{struct}, {plan.tiles}, {plan.warps}, {plan.depth}, {plan.blocks}>"
+    parameters = (struct, plan.tiles, plan.warps, plan.depth, plan.blocks, str(plan.wide).lower())
+    return f"{kernel}<{', '.join(map(str, parameters))}>"

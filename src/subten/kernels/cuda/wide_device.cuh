@@ -1,0 +1,88 @@
+// Tensor cores that read the tokens from shared memory by themselves (`wgmma`): four neighbouring
+// warps at once. For Hopper; on others nothing calls it. The tests replace this file too.
+#ifndef SUBTEN_WIDE_DEVICE_CUH
+#define SUBTEN_WIDE_DEVICE_CUH
+
+#include "grouped_device.cuh"
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define HAS_WIDE_MMA 1
+#endif
+
+// Columns of 64 inputs, bf16, in shared memory: 128 bytes each, one after another from a multiple of
+// 1024, unit u (16 bytes) of column c at u ^ c % 8. To be moved on 16 inputs at a time.
+using ColumnsAt = unsigned long long;
+INLINE ColumnsAt columns_at(SharedAt at) {
+    // Eight columns are 1024 bytes; the swizzle of 128 bytes.
+    return (ColumnsAt)(at >> 4 & 0x3fff) | (ColumnsAt)1 << 16 | (ColumnsAt)(1024 >> 4) << 32 |
+           (ColumnsAt)1 << 62;
+}
+INLINE ColumnsAt columns_on(ColumnsAt at, int num_steps) { return at + 2 * num_steps; }
+
+// What this thread has written to shared memory can be seen by those tensor cores, of the whole
+// block after a barrier.
+INLINE void show_to_wide_mma() {
+#ifdef HAS_WIDE_MMA
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// Before the first `WideMma` that reads registers which were written since the last one.
+INLINE void begin_wide_mma() {
+#ifdef HAS_WIDE_MMA
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+
+// All of them have ended.
+INLINE void end_wide_mma() {
+#ifdef HAS_WIDE_MMA
+    asm volatile("wgmma.commit_group.sync.aligned;\n\twgmma.wait_group.sync.aligned 0;" ::: "memory");
+#endif
+}
+
+// sum[.][I] += A B, bf16 into FP32: A, 64 rows of 16 inputs, is 16 of each warp, in the registers of
+// `mma`; B the first 16 inputs of 8 * NT columns. sum[n][I] is what `mma` has for columns 8 n ..
+#define SUM(n) "+f"(sum[n][I][0]), "+f"(sum[n][I][1]), "+f"(sum[n][I][2]), "+f"(sum[n][I][3])
+#define WIDE_MMA(NT, N, D, A, B, ...)                                                            \
+    template <>                                                                                  \
+    struct WideMma<NT> {                                                                         \
+        template <int I>                                                                         \
+        static INLINE void add(float (&sum)[NT][2][4], const u32 (&a)[4], ColumnsAt b) {         \
+            asm volatile(                                                                        \
+                "{ .reg .pred p; setp.eq.u32 p, 0, 0;\n\t"                                       \
+                "wgmma.mma_async.sync.aligned.m64n" N "k16.f32.bf16.bf16 {" D "}, {" A "}, " B   \
+                ", p, 1, 1, 0; }"                                                                \
+                : __VA_ARGS__                                                                    \
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                           \
+        }                                                                                        \
+    };
+#ifdef HAS_WIDE_MMA
+template <int NT>
+struct WideMma;
+WIDE_MMA(2, "16", "%0, %1, %2, %3, %4, %5, %6, %7", "%8, %9, %10, %11", "%12", SUM(0), SUM(1))
+WIDE_MMA(4, "32",
+         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
+         "%16, %17, %18, %19", "%20",
+         SUM(0), SUM(1), SUM(2), SUM(3))
+WIDE_MMA(6, "48",
+         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
+         "%17, %18, %19, %20, %21, %22, %23",
+         "%24, %25, %26, %27", "%28",
+         SUM(0), SUM(1), SUM(2), SUM(3), SUM(4), SUM(5))
+WIDE_MMA(8, "64",
+         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
+         "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
+         "%32, %33, %34, %35", "%36",
+         SUM(0), SUM(1), SUM(2), SUM(3), SUM(4), SUM(5), SUM(6), SUM(7))
+#else
+template <int NT>
+struct WideMma {
+    template <int I>
+    static INLINE void add(float (&)[NT][2][4], const u32 (&)[4], ColumnsAt) {}
+};
+#endif
+#undef SUM
+#undef WIDE_MMA
+
+#endif
