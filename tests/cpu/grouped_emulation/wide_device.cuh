@@ -36,8 +36,8 @@ inline void end_wide_mma() { emulation::is_begun[emulation::current] = false; }
 
 template <int NT>
 struct WideMma {
-    template <int I>
-    static void add(float (&sum)[NT][2][4], const u32 (&a)[4], ColumnsAt b) {
+    template <int I, int ALL>
+    static void add(float (&sum)[ALL][2][4], const u32 (&a)[4], ColumnsAt b) {
         using namespace emulation;
         if (!is_begun[current]) std::abort();
         slots[current] = {{a[0], a[1], a[2], a[3]}, {}};

@@ -138,16 +138,18 @@ struct Product : Sums<Format, NT> {
     }
 
     INLINE void copy_pairs() {
+        if (copied >= units) return;
         const int lane = thread % WARP, own_column = thread / WARP;
         const int own = own_column * 128 + (lane % 8 ^ own_column % 8) * 16 + lane / 8 * 4;
+        const SharedAt to = shared_at(stages) + into;
+        const uint4* own_x = reinterpret_cast<const uint4*>(x + copied * 8 + lane * 2);
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
-            if (from[i] < 0) continue;
-            const SharedAt to = shared_at(stages) + (own ^ i * WARPS % 8 * 16) + i * WARPS * 128 + into;
-            const u16* own_x = x + (i64)(from[i] + copied) * 8 + lane * 2;
 #pragma unroll
-            for (int s = 0; s < DEPTH; ++s)
-                if (copied + s * 8 < units) copy4(to + s * WIDE_BYTES, own_x + s * 64);
+            for (int s = 0; s < DEPTH; ++s) {
+                const int at = (own ^ i * WARPS % 8 * 16) + i * WARPS * 128 + s * WIDE_BYTES;
+                copy4_if(from[i] >= 0 && copied + s * 8 < units, to + at, own_x + from[i] + s * 8);
+            }
         }
     }
 
@@ -167,37 +169,56 @@ struct Product : Sums<Format, NT> {
 #pragma unroll
             for (int s = 0; s < DEPTH; ++s) {
                 if (s >= left) break;
-                if constexpr (WIDE)
-                    multiply_wide(ring[s], shared_at(stages) + stage + s * WIDE_BYTES);
-                else
+                const bool has_next = s + DEPTH < left;
+                if constexpr (WIDE) {
+                    const ColumnsAt b = columns_at(shared_at(stages) + stage + s * WIDE_BYTES);
+                    multiply_wide(ring[s], b, num_tiles, [&] {
+                        if (has_next) cursor.load(ring[s]);
+                    });
+                } else {
                     this->multiply(ring[s], own + stage + s * BLOCK_BYTES, ROW_BYTES, num_tiles);
-                if (s + DEPTH < left) cursor.load(ring[s]);
+                    if (has_next) cursor.load(ring[s]);
+                }
             }
             stage = stage < (NUM_STAGES - 1) * STAGE_BYTES ? stage + STAGE_BYTES : 0;
         }
     }
 
-    INLINE void multiply_wide(const Block<Format>& block, SharedAt tokens) {
-        const ColumnsAt columns = columns_at(tokens);
+    // `when_read`: once nobody needs `block` any more.
+    template <class WhenRead>
+    INLINE void multiply_wide(const Block<Format>& block, ColumnsAt columns, int num_tiles,
+                              WhenRead when_read) {
 #pragma unroll
         for (int unit = 0; unit < UNITS; ++unit) {
-            u32 a[2][2][4];  // [mma][step]
+            u32 a[2][2][4];  // [step][mma]
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int mma = i / 2, high = i % 2;
                 u32 pair[4];
                 Format::pairs(pair, block.codes[mma][high], unit);
 #pragma unroll
-                for (int j = 0; j < 4; ++j) a[mma][j / 2][j % 2 * 2 + high] = pair[j];
+                for (int j = 0; j < 4; ++j) a[j / 2][mma][j % 2 * 2 + high] = pair[j];
             }
             begin_wide_mma();
-#pragma unroll
-            for (int step = 0; step < 2; ++step) {
-                const ColumnsAt b = columns_on(columns, unit * 2 + step);
-                WideMma<NT>::template add<0>(sum, a[0][step], b);
-                WideMma<NT>::template add<1>(sum, a[1][step], b);
-            }
+            // Few sizes, as each is code to fetch.
+            if (NT > 4 && num_tiles <= 4)
+                add_wide<(NT < 4 ? NT : 4)>(a, columns, unit);
+            else if (NT > 8 && num_tiles <= 8)
+                add_wide<(NT < 8 ? NT : 8)>(a, columns, unit);
+            else
+                add_wide<NT>(a, columns, unit);
+            if (unit == UNITS - 1) when_read();
             end_wide_mma();
+        }
+    }
+
+    template <int TILES>
+    INLINE void add_wide(const u32 (&a)[2][2][4], ColumnsAt columns, int unit) {
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+            const ColumnsAt b = columns_on(columns, unit * 2 + step);
+            WideMma<TILES>::template add<0>(sum, a[step][0], b);
+            WideMma<TILES>::template add<1>(sum, a[step][1], b);
         }
     }
 };

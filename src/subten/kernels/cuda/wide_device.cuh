@@ -42,13 +42,14 @@ INLINE void end_wide_mma() {
 }
 
 // sum[.][I] += A B, bf16 into FP32: A, 64 rows of 16 inputs, is 16 of each warp, in the registers of
-// `mma`; B the first 16 inputs of 8 * NT columns. sum[n][I] is what `mma` has for columns 8 n ..
+// `mma`; B the first 16 inputs of 8 * NT columns. sum[n][I], n < NT, is what `mma` has for columns
+// 8 n to 8 n + 7.
 #define SUM(n) "+f"(sum[n][I][0]), "+f"(sum[n][I][1]), "+f"(sum[n][I][2]), "+f"(sum[n][I][3])
 #define WIDE_MMA(NT, N, D, A, B, ...)                                                            \
     template <>                                                                                  \
     struct WideMma<NT> {                                                                         \
-        template <int I>                                                                         \
-        static INLINE void add(float (&sum)[NT][2][4], const u32 (&a)[4], ColumnsAt b) {         \
+        template <int I, int ALL>                                                                \
+        static INLINE void add(float (&sum)[ALL][2][4], const u32 (&a)[4], ColumnsAt b) {        \
             asm volatile(                                                                        \
                 "{ .reg .pred p; setp.eq.u32 p, 0, 0;\n\t"                                       \
                 "wgmma.mma_async.sync.aligned.m64n" N "k16.f32.bf16.bf16 {" D "}, {" A "}, " B   \
@@ -60,26 +61,44 @@ INLINE void end_wide_mma() {
 #ifdef HAS_WIDE_MMA
 template <int NT>
 struct WideMma;
-WIDE_MMA(2, "16", "%0, %1, %2, %3, %4, %5, %6, %7", "%8, %9, %10, %11", "%12", SUM(0), SUM(1))
+WIDE_MMA(2, "16",
+         "%0, %1, %2, %3, %4, %5, %6, %7",
+         "%8, %9, %10, %11", "%12",
+         SUM(0), SUM(1))
 WIDE_MMA(4, "32",
          "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
          "%16, %17, %18, %19", "%20",
          SUM(0), SUM(1), SUM(2), SUM(3))
 WIDE_MMA(6, "48",
-         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
-         "%17, %18, %19, %20, %21, %22, %23",
+         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+         "%18, %19, %20, %21, %22, %23",
          "%24, %25, %26, %27", "%28",
          SUM(0), SUM(1), SUM(2), SUM(3), SUM(4), SUM(5))
 WIDE_MMA(8, "64",
-         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
-         "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
+         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+         "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
          "%32, %33, %34, %35", "%36",
          SUM(0), SUM(1), SUM(2), SUM(3), SUM(4), SUM(5), SUM(6), SUM(7))
+WIDE_MMA(12, "96",
+         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+         "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
+         "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47",
+         "%48, %49, %50, %51", "%52",
+         SUM(0), SUM(1), SUM(2), SUM(3), SUM(4), SUM(5), SUM(6), SUM(7), SUM(8), SUM(9),
+         SUM(10), SUM(11))
+WIDE_MMA(16, "128",
+         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+         "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
+         "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
+         "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63",
+         "%64, %65, %66, %67", "%68",
+         SUM(0), SUM(1), SUM(2), SUM(3), SUM(4), SUM(5), SUM(6), SUM(7), SUM(8), SUM(9),
+         SUM(10), SUM(11), SUM(12), SUM(13), SUM(14), SUM(15))
 #else
 template <int NT>
 struct WideMma {
-    template <int I>
-    static INLINE void add(float (&)[NT][2][4], const u32 (&)[4], ColumnsAt) {}
+    template <int I, int ALL>
+    static INLINE void add(float (&)[ALL][2][4], const u32 (&)[4], ColumnsAt) {}
 };
 #endif
 #undef SUM
