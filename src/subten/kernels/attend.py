@@ -338,8 +338,11 @@ def _attend_kernel(
     least_keys = tl.minimum(tl.load(position_ptr + tile_start).to(tl.int32) + 1, num_keys)
     whole_page = tl.maximum(first_page, tl.minimum(least_keys // PAGE, last_page))
     for is_rest in tl.static_range(2):
-        for index in range(
-            whole_page if is_rest else first_page, last_page if is_rest else whole_page
+        # One stage: with two, Triton 3.6 gave wrong sums and read out of bounds (int4, mixed steps).
+        for index in tl.range(
+            whole_page if is_rest else first_page,
+            last_page if is_rest else whole_page,
+            num_stages=1,
         ):
             max_M, sum_M, zero_M, acc_MD = _attend_page(
                 q_MD,
