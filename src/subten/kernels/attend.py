@@ -338,7 +338,7 @@ def _attend_kernel(
     least_keys = tl.minimum(tl.load(position_ptr + tile_start).to(tl.int32) + 1, num_keys)
     whole_page = tl.maximum(first_page, tl.minimum(least_keys // PAGE, last_page))
     for is_rest in tl.static_range(2):
-        # One stage: with two, Triton 3.6 gave wrong sums and read out of bounds (int4, mixed steps).
+        # One stage: with two, Triton 3.6 gave wrong sums and read out of bounds with int4.
         for index in tl.range(
             whole_page if is_rest else first_page,
             last_page if is_rest else whole_page,
