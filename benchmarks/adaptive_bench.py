@@ -17,8 +17,8 @@ One JSON line a case:
     us_per_layer              median over replays of the whole graph
     append_us                 writing one token's rows, per layer
 
-`--try-plans` times the adaptive format in the middle with other stages, warps and splits;
-`--prefill` a chunk of 512 tokens at the end of 8,192, with tiles of 32 rows and of 128.
+`--try-plans` times adaptive formats with other stages and warps; `--prefill` a chunk of 512 tokens
+at the end of 8,192, with tiles of 32 rows and of 128.
 """
 
 from __future__ import annotations
@@ -47,13 +47,15 @@ from subten.kernels import attend as triton_attend
 from subten.kernels import attend_mixed as mixed_attend
 from subten.kernels.adaptive_pages import MASS_LAYERS
 from subten.kernels.append_mixed import append_mixed
-from subten.kernels.attend_plan import AttendPlan
-from subten.kernels.attend_tiles import plan_for
 from subten.kernels.cuda import attend as cuda_attend
+from subten.kernels.cuda import attend_mixed as cuda_mixed
+from subten.kernels.cuda.attend import DecodePlan
 from subten.kernels.mixed_pages import MixedPages, Window
 from subten.kernels.step import StepTensors, make_step
 
 CONTEXTS = (32768, 131072)
+
+Op = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,14 +101,14 @@ class Case:
     mass_SP: torch.Tensor
     kv_bytes: int
 
-    def attend(self) -> None:
+    def attend(self, op: Op = cuda_mixed.attend_mixed) -> None:
         """One call a layer."""
         device, stride = self.rows.device, max(1, len(self.layers) // MASS_LAYERS)
         for index, (q_THD, pages) in enumerate(zip(self.queries, self.layers, strict=True)):
             added = {}
             if self.table_PC is not None:
                 added = {"coef_THC": self.coef_THC, "table_PC": self.table_PC}
-            mixed_attend.attend_mixed(
+            op(
                 q_THD,
                 pages,
                 mixed_format(HEAD_DIM),
@@ -195,10 +197,16 @@ def make_mixed(shape: Shape, mix: Mix, context: int, num_new: int = 1) -> Case:
         coef_THC=torch.randn(q_shape, device=device),
         rows=torch.randn(num_new, groups, HEAD_DIM, device=device),
         feedback_GDD=torch.randn(groups, HEAD_DIM, HEAD_DIM, device=device) / 16,
-        table_PC=torch.randn(context, HEAD_DIM, device=device) if mix.is_calibrated else None,
+        table_PC=_angles(context) if mix.is_calibrated else None,
         mass_SP=torch.zeros(step.page_table_SP.shape, device=device),
         kv_bytes=(page_bytes + exact_bytes) * groups * shape.num_layers,
     )
+
+
+def _angles(context: int) -> torch.Tensor:
+    frequency_F = 1e6 ** -torch.linspace(0, 1, HEAD_DIM // 2, device="cuda")
+    angle_PF = torch.arange(context, device="cuda")[:, None] * frequency_F
+    return torch.cat((angle_PF.cos(), angle_PF.sin()), dim=1)
 
 
 def measure_mixed(
@@ -213,6 +221,7 @@ def measure_mixed(
         "v4": mix.v4,
         "cold": mix.cold,
         "is_calibrated": mix.is_calibrated,
+        "op": "triton" if mix.cold else "cuda",
         **_sizes(shape, context, case.kv_bytes),
         "us_per_layer": round(timed(case.attend) * each, 2),
         "append_us": round(timed(case.append) * each, 2),
@@ -251,28 +260,15 @@ def _sizes(shape: Shape, context: int, num_bytes: int) -> dict[str, Any]:
     }
 
 
-def plans_to_try() -> Iterator[tuple[str, dict[str, int]]]:
-    """What to put in place of fields of the chosen plan."""
-    for num_stages, num_warps in ((1, 2), (1, 4), (1, 8), (2, 4), (2, 8), (3, 4)):
-        name = f"{num_stages} stages {num_warps} warps"
-        yield name, {"num_stages": num_stages, "num_warps": num_warps}
-    yield "1 stage 33 splits", {"num_stages": 1, "num_splits": 33, "grid_splits": 33}
+def plans_to_try() -> Iterator[DecodePlan]:
+    """Those of batch 1 at four KV heads."""
+    for num_warps, num_stages in ((8, 2), (8, 3), (8, 4), (12, 2), (16, 2)):
+        yield DecodePlan(
+            num_splits=32, min_slices=4, num_warps=num_warps, num_stages=num_stages, polls=True
+        )
 
 
-def with_plan(fields: dict[str, int], run: Callable[[], Any]) -> None:
-    """Call `run` with other plans than the op would choose."""
-
-    def changed(*args: Any) -> AttendPlan:
-        return replace(plan_for(*args), **fields)
-
-    mixed_attend.plan_for = changed
-    try:
-        run()
-    finally:
-        mixed_attend.plan_for = plan_for
-
-
-_UNFIT = (triton.runtime.errors.OutOfResources, RuntimeError)
+_UNFIT = (triton.runtime.errors.OutOfResources, RuntimeError, AssertionError)
 """What a plan that does not fit ends in: an answer too."""
 
 
@@ -281,14 +277,15 @@ def try_plans(
 ) -> Iterator[dict[str, Any]]:
     """A line a plan."""
     case = make_mixed(shape, mix, context)
-    for name, fields in plans_to_try():
-        run = functools.partial(with_plan, fields, case.attend)
+    for plan in plans_to_try():
+        line = {"mix": mix.name, "context": context}
+        line |= {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
+        run = functools.partial(case.attend, functools.partial(cuda_mixed.attend_mixed, plan=plan))
         try:
-            us = round(timed(run) * 1e6 / shape.num_layers, 2)
+            line["us_per_layer"] = round(timed(run) * 1e6 / shape.num_layers, 2)
         except _UNFIT as error:
-            yield {"plan": name, "mix": mix.name, "context": context, "error": str(error)[:80]}
-            continue
-        yield {"plan": name, "mix": mix.name, "context": context, "us_per_layer": us}
+            line["error"] = str(error)[:80]
+        yield line
 
 
 def try_rows(shape: Shape, mix: Mix, timed: Callable[[Callable[[], Any]], float]) -> dict[str, Any]:
@@ -296,15 +293,16 @@ def try_rows(shape: Shape, mix: Mix, timed: Callable[[Callable[[], Any]], float]
     case, chosen = make_mixed(shape, mix, 8192, num_new=512), mixed_attend.MAX_ROWS
     result: dict[str, Any] = {"prefill": mix.name}
     for mixed_attend.MAX_ROWS in (32, 64, 128):
-        us = timed(case.attend) * 1e6 / shape.num_layers
+        us = timed(functools.partial(case.attend, mixed_attend.attend_mixed)) * 1e6
+        us /= shape.num_layers
         result[f"{mixed_attend.MAX_ROWS} rows, us_per_layer"] = round(us, 1)
     mixed_attend.MAX_ROWS = chosen
     return result
 
 
-def compile_one(args: tuple[str, Mix | str, dict[str, int] | None, bool]) -> None:
+def compile_one(args: tuple[str, Mix | str, bool]) -> None:
     """Compile what a case launches, by a short one, for other processes to find."""
-    shape_name, mix, fields, is_prefill = args
+    shape_name, mix, is_prefill = args
     shape = replace(SHAPES[shape_name], num_layers=5)
     if isinstance(mix, str):
         measure_fixed(shape, mix, 4096, lambda run: 0.0 * (run() is None))
@@ -313,10 +311,7 @@ def compile_one(args: tuple[str, Mix | str, dict[str, int] | None, bool]) -> Non
         try_rows(shape, mix, lambda run: run() or 0.0)
         return
     case = make_mixed(shape, mix, 4096)
-    try:
-        with_plan(fields or {}, case.attend)
-    except _UNFIT:
-        return
+    case.attend()
     case.append()
 
 
@@ -325,6 +320,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
     parser.add_argument("--context", nargs="+", type=int, default=list(CONTEXTS))
+    parser.add_argument("--codecs", nargs="*", choices=CODECS, default=list(CODECS))
+    parser.add_argument("--num-mixes", type=int, default=len(MIXES), help="the first of MIXES")
     parser.add_argument("--num-replays", type=int, default=9)
     parser.add_argument("--num-compilers", type=int, default=12, help="processes")
     parser.add_argument("--try-plans", action="store_true", help="instead of the cases")
@@ -332,18 +329,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the records go")
     args = parser.parse_args()
     middle = Mix(k_bits=3, v4=0.2)
-    jobs: list[tuple[str, Mix | str, dict[str, int] | None, bool]]
     # Shares of 4-bit values take no kernels of their own.
-    kernels = {(mix.k_bits, mix.cold > 0, mix.is_calibrated): mix for mix in MIXES}
-    jobs = [(args.shape, mix, None, False) for mix in (*kernels.values(), *CODECS)]
-    if args.try_plans:
-        jobs = [
-            (args.shape, replace(middle, is_calibrated=is_calibrated), fields, False)
-            for _, fields in plans_to_try()
-            for is_calibrated in (True, False)
-        ]
+    kernels = {
+        (mix.k_bits, mix.cold > 0, mix.is_calibrated): mix for mix in MIXES[: args.num_mixes]
+    }
+    names = [] if args.try_plans else args.codecs
+    jobs: list[tuple[str, Mix | str, bool]]
+    jobs = [(args.shape, mix, False) for mix in (*kernels.values(), *names)]
     if args.prefill:
-        jobs = [(args.shape, middle, None, True)]
+        jobs = [(args.shape, middle, True)]
     with multiprocessing.get_context("spawn").Pool(args.num_compilers) as pool:
         pool.map(compile_one, jobs, chunksize=1)
     shape, records = SHAPES[args.shape], []
@@ -356,15 +350,14 @@ def main() -> None:
 
     for context in args.context if not args.prefill else ():
         if args.try_plans:
-            for is_calibrated in (True, False):
-                for line in try_plans(
-                    shape, replace(middle, is_calibrated=is_calibrated), context, timed
-                ):
+            for mix in (MIXES[0], MIXES[1], MIXES[4]):
+                for line in try_plans(shape, mix, context, timed):
                     keep(line)
+                torch.cuda.empty_cache()
             continue
-        for codec in CODECS:
+        for codec in args.codecs:
             keep(measure_fixed(shape, codec, context, timed))
-        for mix in MIXES:
+        for mix in MIXES[: args.num_mixes]:
             keep(measure_mixed(shape, mix, context, timed))
             torch.cuda.empty_cache()
     if args.prefill:

@@ -5,6 +5,7 @@ python benchmarks/charts.py           rewrites docs/images
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,35 +54,56 @@ def kv_quality(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+FAMILIES = (
+    (r"adaptive-[\d.]+(-cold)?", "Subten: adaptive", "tab:blue", "o-"),
+    (r"(fp8|int8|int4|int2|vq1\.5)", "Subten: one format for all", "tab:cyan", "D"),
+    (r"kivi-\d", "KIVI", "tab:red", "s-"),
+    (r"hqq-\d", "HQQ cache", "tab:orange", "^-"),
+    (r"quanto-\d", "quanto cache", "tab:olive", "v-"),
+    (r"turboquant-\d", "TurboQuant", "tab:purple", "P-"),
+    (r"int4-g\d+", "INT4, groups of 32, 64", "tab:brown", "X-"),
+    (r"nvfp4", "NVFP4", "tab:gray", "*"),
+    (r"mxfp4", "MXFP4", "black", "1"),
+)
+"""Schemes by pattern: what they are called, their colour, marker and line. Others are not drawn:
+adaptive without a protection, and our own twins of MXFP4, NVFP4 and INT4 in groups."""
+
+
 def kv_schemes(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Mean KL divergence over true bits of every scheme on one text, a panel for each model."""
+    """Mean KL divergence over true bits of the schemes on one text, a panel for each model."""
     models = sorted({record["model"] for record in records})
-    figure = Figure(figsize=(7 * len(models), 5), layout="constrained")
-    panels = figure.subplots(1, len(models), squeeze=False, sharey=True)[0]
+    figure = Figure(figsize=(5.5 * len(models) + 2, 5), layout="constrained")
+    panels = figure.subplots(1, len(models), squeeze=False, sharex=True, sharey=True)[0]
+    named = {}
     for axes, model in zip(panels, models, strict=True):
-        for ours, marker, label in ((True, "o", "Subten"), (False, "s", "others")):
-            found = [r for r in records if r["model"] == model and r["ours"] is ours]
-            found = [r for r in found if r["kld_mean"] > 0]
-            places = [(r["true_bits"], r["kld_mean"]) for r in found]
-            if places:
-                axes.plot(*zip(*places, strict=True), marker, label=label)
-            for record, place in zip(found, places, strict=True):
+        found = [r for r in records if r["model"] == model and r["kld_mean"] > 0]
+        for pattern, label, colour, style in FAMILIES:
+            rows = [r for r in found if re.fullmatch(pattern, r["scheme"])]
+            rows.sort(key=lambda row: row["true_bits"])
+            if not rows:
+                continue
+            places = [(row["true_bits"], row["kld_mean"]) for row in rows]
+            (named[label],) = axes.plot(*zip(*places, strict=True), style, color=colour)
+            if "one format" not in label:
+                continue
+            for row, place in zip(rows, places, strict=True):
                 axes.annotate(
-                    record["scheme"],
+                    row["scheme"],
                     place,
-                    xytext=(5, 3),
+                    xytext=(-6, -11),
                     textcoords="offset points",
-                    fontsize="x-small",
+                    fontsize="small",
+                    horizontalalignment="right",
                 )
         axes.set_yscale("log")
-        axes.margins(x=0.12)
+        axes.margins(x=0.13)
         axes.set_xlabel("true bits per cached element at the end of a window, all counted")
-        axes.set_ylabel("mean KLD from a bf16 cache, nats")
-        text, window = records[0]["text"], records[0]["window"]
-        title = f"{LABELS.get(model, model)}: {text}, windows of {window}"
-        axes.set_title(title, fontsize="medium")
+        axes.set_title(LABELS.get(model, model), fontsize="medium")
         axes.grid(visible=True, alpha=0.3)
-        axes.legend()
+    panels[0].set_ylabel("mean KLD from a bf16 cache, nats")
+    text, window = records[0]["text"], records[0]["window"]
+    figure.suptitle(f"What a KV cache costs: {text}, windows of {window:,}", fontsize="medium")
+    figure.legend(named.values(), named.keys(), loc="outside right center")
     figure.savefig(path, dpi=110)
 
 

@@ -2,6 +2,7 @@
 
     gemv_bench.py --chain                              a layer's kernels together
     gemv_bench.py --chain --plans all > plans.jsonl    plans, judged by the time of the layer
+    gemv_bench.py --chain --attention int4 1024 ...    with attention in its place, as in a step
     gemv_bench.py --chain --early                      which launches should start early
     gemv_bench.py --kernel head --plans all > head.jsonl
     gemv_bench.py --table plans.jsonl head.jsonl       the tables of gemv.py and experts.py
@@ -27,6 +28,8 @@ from typing import Any
 
 import torch
 
+from attend_bench import fill
+from attend_chain import Step
 from gemv_chain import STAGES, Chain, chain_records, early_records, search_records
 from gemv_setup import DEVICE, Sizes, compile_all, graph_us, print_tables, random_weight
 from subten.bench.shapes import SHAPES
@@ -184,6 +187,12 @@ def kernel_records(kernel: str, sizes: Sizes, args: argparse.Namespace) -> Itera
         }
 
 
+def attention_step(sizes: Sizes, args: argparse.Namespace) -> Step:
+    """The decode step whose attention stands in the chain."""
+    codec, context = args.attention
+    return Step.of(sizes, codec, int(context))
+
+
 def sizes_records(sizes: Sizes, args: argparse.Namespace) -> Iterator[Record]:
     """What the command line asks for of one shape and format."""
     if not args.chain:
@@ -192,6 +201,10 @@ def sizes_records(sizes: Sizes, args: argparse.Namespace) -> Iterator[Record]:
                 yield from kernel_records(kernel, sizes, args)
         return
     chain = Chain(sizes, cold_mb=args.cold_mb)
+    if args.attention:
+        step = attention_step(sizes, args)
+        chain.set_pages(lambda: step.make_pages(fill))
+        chain.attention = step.one_launch(step.chosen_plan())
     if args.early:
         yield from early_records(chain, num_replays=args.replays)
     elif args.plans == "all":
@@ -208,7 +221,10 @@ def measure(args: argparse.Namespace) -> Iterator[Record]:
     ]
     kernels = STAGES if args.chain else args.kernel
     with_all_plans = args.plans == "all"
-    compile_all({job for _, s in cases for job in s.jobs(kernels, with_all_plans=with_all_plans)})
+    jobs = {job for _, s in cases for job in s.jobs(kernels, with_all_plans=with_all_plans)}
+    if args.attention:
+        jobs |= {job for _, sizes in cases for job in attention_step(sizes, args).jobs()}
+    compile_all(jobs)
     for shape, sizes in cases:
         for record in sizes_records(sizes, args):
             yield {
@@ -229,6 +245,9 @@ def main() -> None:
     parser.add_argument("--format", choices=tuple(FORMATS), nargs="+", default=list(FORMATS))
     parser.add_argument("--kernel", choices=KERNELS, nargs="+", default=list(KERNELS))
     parser.add_argument("--chain", action="store_true", help="a layer's kernels together")
+    parser.add_argument(
+        "--attention", nargs=2, metavar=("CODEC", "CONTEXT"), help="with --chain: as in a layer"
+    )
     parser.add_argument("--early", action="store_true", help="with --chain: each launch late")
     parser.add_argument("--plans", choices=("table", "all"), default="table")
     parser.add_argument("--best", type=int, default=5, help="with --plans all: print so many")
@@ -241,6 +260,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.early and not args.chain:
         parser.error("--early needs --chain")
+    if args.attention and not args.chain:
+        parser.error("--attention needs --chain")
     if args.table is not None:
         lines = [line for path in args.table for line in path.read_text().splitlines()]
         print_tables([json.loads(line) for line in lines])

@@ -12,20 +12,21 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from subten.bench.report import human_bytes, markdown_table
+import kv_tables
+from kv_tables import MISSING, Results
+from kv_tables import of_kind as _of_kind
+from kv_tables import table as _table
+from subten.bench.report import human_bytes
 from subten.codecs import CODECS, get_codec, kv_format
 from subten.core import ConfigError
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 MARKED = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-MISSING = "*Not measured yet.*"
-
-Results = Sequence[Mapping[str, Any]]
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
@@ -102,89 +103,6 @@ def quality_table(results: Results) -> str:
         for row in result["results"]
     ]
     return _table(["model, text", "KV cache", "true bits", *QUALITY_HEADER], rows)
-
-
-def schemes_table(results: Results) -> str:
-    """Perplexity and KLD of ways to keep a cache, ours and others', by bits."""
-    rows = [
-        [
-            f"{row['model']}, {row['text']}, {row['window']}",
-            f"**{row['scheme']}**" if row["ours"] else row["scheme"],
-            f"{row['true_bits']:.3f}",
-            f"{row['true_bits_mean']:.3f}",
-            f"{row['ppl']:.3f}",
-            f"{(row['ppl_ratio'] - 1) * 100:+.2f} %",
-            f"{row['kld_mean']:.5f}",
-            f"{row['kld_p999']:.4f}",
-            f"{row['top1_agreement'] * 100:.2f} %",
-            str(row["num_tokens"]),
-        ]
-        for row in sorted(_of_kind(results, "kv_scheme_quality"), key=_scheme_key)
-    ]
-    header = ["model, text, window", "scheme (bold: ours)", "true bits, end of window", "mean"]
-    return _table([*header, *QUALITY_HEADER], rows)
-
-
-def needles_table(results: Results) -> str:
-    """Needles found in a long text, by how deep they lay."""
-    records = sorted(_of_kind(results, "kv_needles"), key=_scheme_key)
-    depths = records[0]["depths"] if records else []
-    rows = [
-        [
-            f"{row['model']}, {row['window']}",
-            f"**{row['scheme']}**" if row["ours"] else row["scheme"],
-            f"{row['true_bits']:.3f}",
-            *(
-                f"{found * 100:.0f} % ({reference * 100:.0f} %)"
-                for found, reference in zip(row["found"], row["found_reference"], strict=True)
-            ),
-            f"{row['digits'] * 100:.0f} % ({row['digits_reference'] * 100:.0f} %)",
-            str(row["num_needles"]),
-        ]
-        for row in records
-    ]
-    header = ["model, tokens", "scheme (bold: ours)", "true bits"]
-    header += [f"depth {depth:g}" for depth in depths]
-    return _table([*header, "digits right", "needles"], rows)
-
-
-def generation_table(results: Results) -> str:
-    """Long greedy answers: whether they stay text."""
-    rows = [
-        [
-            row["model"],
-            row["scheme"],
-            f"{row['true_bits']:.3f}",
-            str(row["num_tokens"]),
-            f"{row['repeated_4'] * 100:.0f} %",
-            *(f"{row[f'distinct_{n}'] * 100:.0f} %" for n in (1, 2, 3)),
-            f"{row['ppl']:.2f}",
-            " ".join(f"{ppl:.1f}" for ppl in row["ppl_quarters"]),
-            str(row["same_as_reference"]),
-        ]
-        for row in sorted(_of_kind(results, "kv_generation"), key=_scheme_key)
-    ]
-    header = ["model", "KV cache", "true bits", "tokens", "4-grams repeated", "distinct words"]
-    header += ["2-grams", "3-grams", "perplexity to the reference", "by quarters"]
-    return _table([*header, "first other token"], rows)
-
-
-def keys_table(results: Results) -> str:
-    """Synthetic keys, with and without stripping."""
-    rows = [
-        [
-            row["model"].removeprefix("synthetic "),
-            row["scheme"],
-            f"{row['true_bits']:.3f}",
-            f"{row['relative_key_error']:.4f}",
-        ]
-        for row in _of_kind(results, "kv_synthetic")
-    ]
-    return _table(["keys as of", "codec", "true bits", "relative key error"], rows)
-
-
-def _scheme_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (row["model"], row["text"], row["window"], -row["true_bits"], row["scheme"])
 
 
 def weights_table(results: Results) -> str:
@@ -328,6 +246,39 @@ def peers_table(results: Results) -> str:
     return _table([*header, "of the roof", "settings", "GPU", "date"], rows)
 
 
+def short_peers_table(results: Results) -> str:
+    """A row an engine, shape and format, a column a context."""
+    records = sorted(_of_kind(results, "peer_latency"), key=_decode_key)
+    contexts = sorted({result["context_len"] for result in records})
+    rows: dict[tuple[str, ...], dict[int, str]] = {}
+    for result in records:
+        form = f"{result['weights_dtype']}, {result['kv_cache_dtype']}"
+        key = (f"{result['engine']} {result['version']}", result["shape"], form)
+        rows.setdefault(key, {})[result["context_len"]] = f"{result['tpot_ms_p50']:.2f}"
+    header = ["engine", "shape", "weights, KV cache", *(f"{n:,}, ms" for n in contexts)]
+    return _table(
+        header, [[*key, *(row.get(n, "") for n in contexts)] for key, row in rows.items()]
+    )
+
+
+def sanitizer_table(results: Results) -> str:
+    """What compute-sanitizer said of each kernel's tests."""
+    rows = [
+        [
+            result["tool"],
+            result["kernel"],
+            str(result["tests_passed"]),
+            result["closing_line"] or f"none, exit status {result['exit_status']}",
+            result["gpu"],
+            result["commit"] or "",
+            result["date"],
+        ]
+        for result in _of_kind(results, "sanitizer")
+    ]
+    header = ["tool", "kernel", "tests passed", "closing line", "GPU", "commit", "date"]
+    return _table(header, rows)
+
+
 def kernels_table(results: Results) -> str:
     """Each op of a decode step by itself; ops that read no cache once a shape and batch."""
     rows: dict[tuple[str, ...], list[str]] = {}
@@ -384,10 +335,13 @@ TABLES: Mapping[str, Callable[[Results], str]] = {
     "demo": demo_table,
     "latency": latency_table,
     "quality": quality_table,
-    "schemes": schemes_table,
-    "needles": needles_table,
-    "generation": generation_table,
-    "keys": keys_table,
+    "schemes": kv_tables.schemes_table,
+    "needles": kv_tables.needles_table,
+    "generation": kv_tables.generation_table,
+    "keys": kv_tables.keys_table,
+    "kv-engine": kv_tables.engine_table,
+    "kv-bars": kv_tables.bars_table,
+    "kv-menu": kv_tables.menu_table,
     "weights": weights_table,
     "moe": moe_table,
     "formats": formats_table,
@@ -395,11 +349,13 @@ TABLES: Mapping[str, Callable[[Results], str]] = {
     "decode-short": short_decode_table,
     "kernels": kernels_table,
     "peers": peers_table,
+    "peers-short": short_peers_table,
+    "sanitizer": sanitizer_table,
     "attention": attention_table,
     "runs": runs_table,
 }
 
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/kv-cache.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/kv-cache.md", "docs/gpu-runs.md")
 """Texts with marked tables."""
 
 
@@ -427,10 +383,6 @@ def main() -> None:
             (ROOT / name).write_text(new, encoding="utf-8")
 
 
-def _of_kind(results: Results, kind: str) -> list[Mapping[str, Any]]:
-    return [result for result in results if result.get("kind") == kind]
-
-
 def _decode_key(result: Mapping[str, Any]) -> tuple[Any, ...]:
     """What was asked for first, then how weights and cache were kept, the widest first."""
     order = ("float32", "bf16", "fp8", "int8", "int4")
@@ -438,11 +390,6 @@ def _decode_key(result: Mapping[str, Any]) -> tuple[Any, ...]:
     places = [order.index(name) if name in order else len(order) for name in formats]
     workload = (result["shape"], (result["batch_size"], result["context_len"]))
     return (*workload, places, formats)
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    """Names and formats flush left, numbers flush right."""
-    return markdown_table(header, rows, num_left=2) if rows else MISSING
 
 
 def _machine(result: Mapping[str, Any]) -> str:

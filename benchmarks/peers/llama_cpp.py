@@ -178,9 +178,15 @@ def write_model(path: Path, config: ModelConfig, weights: str) -> float:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+    longest = {kind: max(size for name, size in sizes if name == kind) for kind in kinds}
+    repeated = {
+        kind: np.resize(blocks.reshape(-1), blocks.size + longest[kind])
+        for kind, blocks in random.items()
+    }
     for i, (kind_name, num_bytes) in enumerate(sizes):
-        source = random[kind_name]
-        writer.write_tensor_data(stretch(source, num_bytes, first=i * 7919 * source.shape[1]))
+        blocks = random[kind_name]
+        start = i * 7919 * blocks.shape[1] % blocks.size
+        writer.write_tensor_data(repeated[kind_name][start : start + num_bytes])
     writer.close()
     return read_bytes
 
@@ -203,14 +209,6 @@ def random_blocks(kind: gguf.GGMLQuantizationType) -> np.ndarray[Any, Any]:
     scale = (rng.normal(0, 0.04, count) / largest).astype(np.float16)
     blocks[:, :2] = scale.view(np.uint8).reshape(-1, 2)
     return blocks
-
-
-def stretch(source: np.ndarray[Any, Any], num_bytes: int, *, first: int) -> np.ndarray[Any, Any]:
-    """`num_bytes` of the flattened blocks, over and over, from byte `first` on."""
-    flat = source.reshape(-1)
-    start = first % flat.size
-    once = np.concatenate([flat[start:], flat[:start]])
-    return np.tile(once, -(-num_bytes // flat.size))[:num_bytes]
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 CODECS_SHOWN = "bf16,fp8,int8,int4,fp4"
 
-TASKS = ("quality", "needles", "generation")
+TASKS = ("quality", "needles", "generation", "engine")
 
 
 def eval_kv(
@@ -62,8 +62,8 @@ def eval_kv(
     task: Annotated[
         str,
         typer.Option(
-            help="With --scheme: quality, needles (facts found again in a long text) or generation "
-            "(greedy, by the engine; codecs and adaptive alone)."
+            help="With --scheme: quality, needles (facts found again in a long text), generation "
+            "(greedy) or engine (perplexity); the last two by the engine, its own formats alone."
         ),
     ] = "quality",
     window: Annotated[
@@ -110,6 +110,7 @@ def eval_kv(
       subten eval kv --model demo-dense --text wiki.txt --json quality.json
       subten eval kv --text wiki.txt --window 2048 --scheme main --json kv.json
       subten eval kv --text book.txt --scheme main --task needles --window 512,2048
+      subten eval kv --text book.txt --scheme adaptive-2.7 --task engine --window 8192
     """
     from subten.bench.records import add_records
     from subten.device import detect
@@ -143,8 +144,9 @@ def eval_kv(
     if json is not None and json != Path("-"):
         add_records(json, [])  # a file of another kind is refused before hours of work, not after
     loaded = load()
-    if task == "generation":
-        rows = _generation(asked, scheme, loaded)
+    if task in ("generation", "engine"):
+        run_engine = _generation if task == "generation" else _engine_quality
+        rows = run_engine(asked, scheme, loaded)
     else:
         learned = _calibrate(loaded, calibration)
         run = _needles if task == "needles" else _scheme_quality
@@ -334,6 +336,18 @@ def _generation(asked: Asked, names: str, loaded: LoadedModel) -> Iterable[dict[
             yield {"kind": "kv_generation", **row.as_dict()}
 
 
+def _engine_quality(asked: Asked, names: str, loaded: LoadedModel) -> Iterable[dict[str, Any]]:
+    from subten.bench.kv_engine import evaluate_engine
+
+    (window,) = asked.windows
+    token_ids = asked.token_ids(loaded)
+    with progress(f"Serving {len(token_ids)} tokens") as update:
+        for row in evaluate_engine(
+            loaded, names.split(","), token_ids, window=window, progress=update
+        ):
+            yield {"kind": "kv_engine_quality", **row.as_dict()}
+
+
 def _report_records(
     rows: Iterable[Mapping[str, Any]], asked: Asked, device: Device, json: Path | None
 ) -> None:
@@ -359,6 +373,11 @@ def record_text(record: Mapping[str, Any]) -> str:
         return (
             f"{head}  ppl {record['ppl']:.3f} ({(record['ppl_ratio'] - 1) * 100:+.2f} %)  "
             f"KLD {record['kld_mean']:.5f}, 99.9 % {record['kld_p999']:.3f}  "
+            f"top-1 {record['top1_agreement'] * 100:.2f} %"
+        )
+    if record["kind"] == "kv_engine_quality":
+        return (
+            f"{head}  ppl {record['ppl']:.3f} ({(record['ppl_ratio'] - 1) * 100:+.2f} %)  "
             f"top-1 {record['top1_agreement'] * 100:.2f} %"
         )
     if record["kind"] == "kv_needles":

@@ -124,14 +124,16 @@ class Server:
                 found[name] = float(value)
         return found
 
-    def until(self, condition: Any, *, timeout_s: float = 20.0, what: str = "") -> Any:
+    def until(
+        self, condition: Any, *, timeout_s: float = 20.0, every_s: float = 0.02, what: str = ""
+    ) -> Any:
         """Wait for something to become true, and give it."""
         end_s = time.monotonic() + timeout_s
         while time.monotonic() < end_s:
             value = condition()
             if value:
                 return value
-            time.sleep(0.02)
+            time.sleep(every_s)
         raise AssertionError(f"not within {timeout_s} s: {what or condition}")
 
     def _read(self) -> None:
@@ -222,6 +224,9 @@ def _serve(options: dict[str, Any]) -> None:
 
 
 def _engine(options: dict[str, Any]) -> None:
+    # This engine has no GPU, and starts a little sooner without what compiles for one.
+    sys.modules["triton"] = None  # type: ignore[assignment]
+
     import torch
     from scripted import ScriptedModel, byte_tokenizer, fake_loaded, hash_script, noise_script
 

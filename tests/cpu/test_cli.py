@@ -407,6 +407,7 @@ def test_eval_kv_of_schemes_adds_records(model, tmp_path):
     exact = next(r for r in found if r["kind"] == "kv_generation" and r["scheme"] == "bf16")
     assert exact["num_tokens"] == exact["same_as_reference"] == 40
     assert exact["ppl"] >= 1.0
+    assert exact["text"] == text.name and exact["answer"]
     assert len(found) == 4
     for options, message in (
         (("--task", "needles"), "scheme: got 'none'"),

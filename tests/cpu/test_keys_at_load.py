@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_adaptive import VOCAB, make_model
+from test_adaptive import VALUES, VOCAB, make_model
 
+from subten.bench.kv_ours import KeyBasis, shaped
 from subten.calibration import keys_at_load
 from subten.calibration.keys_at_load import calibrate_keys, read_text, shipped_text
+from subten.calibration.rows import read_layers
 from subten.core import ConfigError, RequestError
 
 
@@ -58,3 +60,38 @@ def test_what_cannot_be_read_is_refused(generator, tmp_path):
     with pytest.raises(ConfigError, match=r"kv_calibration: got .*none\.txt"):
         read_text(str(tmp_path / "none.txt"))
     assert 5000 < len(shipped_text()) < 20000
+
+
+# Case K02: key biases that ruin keys of few bits.
+def test_a_large_key_bias_is_taken_out_of_scores(generator, monkeypatch):
+    monkeypatch.setitem(VALUES, "attention_bias", True)
+    model = make_model(generator).model
+    config = model.config
+    first = config.num_heads * config.head_dim
+    for layer in model.layers:
+        layer.attention.qkv.bias.data.zero_()
+        keys = layer.attention.qkv.bias.data[first : first + config.num_kv_heads * config.head_dim]
+        for head_D in keys.view(config.num_kv_heads, -1):
+            place_2 = torch.randperm(config.head_dim, generator=generator)[:2]
+            head_D[place_2] = torch.tensor([360.0, 480.0])
+    calibration = calibrate_keys(model, tokens(generator), folder=None)
+    ids = torch.tensor(tokens(generator))
+    is_seen_TT = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+
+    def likeness(basis: KeyBasis, bits: int) -> list[float]:
+        """Cosine of all scores of a layer with those of its exact keys."""
+        found = []
+        for ((rows, q_HTD),) in read_layers(model, [ids]):
+            stored_GTD, shift_GTD, inverse_DD = basis.turned(rows)
+            coded_GTD = shaped(stored_GTD, bits, basis.feedback(rows.layer))
+            scores = [
+                (q_HTD @ key_GTD.repeat_interleave(2, dim=0).mT)[:, is_seen_TT].double().flatten()
+                for key_GTD in (rows.key_GTD, coded_GTD @ inverse_DD + shift_GTD)
+            ]
+            found.append(float(torch.cosine_similarity(*scores, dim=0)))
+        return found
+
+    # The case's own gates, which every layer passes stripped and none passes as it is.
+    for bits, gate in ((4, 0.999), (2, 0.99)):
+        assert min(likeness(KeyBasis(calibration=calibration), bits)) > gate
+        assert max(likeness(KeyBasis(), bits)) < gate

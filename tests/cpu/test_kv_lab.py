@@ -50,6 +50,7 @@ from subten.calibration.keys import (
     turn,
 )
 from subten.calibration.keys_at_load import KeyCalibration, calibrate_keys
+from subten.calibration.rows import LayerRows
 from subten.codecs.mixed import decode_cold, encode_cold, mixed_format
 from subten.codecs.nested import decode_nested, encode_nested
 from subten.codecs.rotation import hadamard
@@ -478,6 +479,35 @@ def test_the_adaptive_cache_in_one_pass_equals_decoding_token_by_token(generator
 
     # As above: a few values across an edge, against thousands that a wrong rule would move.
     assert distance() < 0.3 * min(distance(window=0), distance(value_bytes=None))
+
+
+def test_outlier_channels_are_read_as_bf16_and_counted(generator):
+    model = tiny_decoder("bf16", int(torch.randint(2**31, (), generator=generator)))
+    calibration = calibration_of(model, generator)
+    basis = KeyBasis(calibration=calibration)
+    rows = LayerRows(
+        layer=1,
+        raw_key_GTD=torch.empty(0),
+        key_GTD=torch.randn(2, 70, HEAD_DIM, generator=generator),
+        value_GTD=torch.randn(2, 70, HEAD_DIM, generator=generator),
+        cos_sin_TD=model.cos_sin_PD[:70],
+    )
+    stored_GTD, shift_GTD, _ = basis.turned(rows)
+    plain, kept = (
+        adaptive("a", Protection(key_bits_L=(2, 2), num_outliers=count), basis, head_dim=HEAD_DIM)
+        for count in (0, 3)
+    )
+    # Back in the basis that keys are stored in; three turns in float32 cost a few ulps.
+    back_GTD, plain_GTD = (
+        (scheme.encode(rows)[0][1] - shift_GTD) @ calibration.matrix_LGDD[1]
+        for scheme in (kept, plain)
+    )
+    for head in range(2):
+        place_O = calibration.outlier_LGD[1, head, :3].long()
+        exact_TO = stored_GTD[head][:, place_O].bfloat16().float()
+        assert torch.allclose(back_GTD[head][:, place_O], exact_TO, atol=1e-3)
+        assert not torch.allclose(plain_GTD[head][:, place_O], exact_TO, atol=1e-1)
+    assert kept.key_bits[1] - plain.key_bits[1] == 3 * 16 / HEAD_DIM
 
 
 def test_pages_go_down_oldest_first_and_the_newest_last():

@@ -34,8 +34,8 @@ CONFIG = ModelConfig(
 )
 
 
-def tiny_decoder(codec: str, seed: int) -> Decoder:
-    device = torch.device("cpu")
+def tiny_decoder(codec: str, seed: int, device: torch.device | str = "cpu") -> Decoder:
+    device = torch.device(device)
     decoder = Decoder(
         CONFIG,
         select_ops("torch", device),

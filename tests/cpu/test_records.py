@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,22 @@ def test_a_file_of_something_else_is_refused_and_kept(tmp_path, content):
     with pytest.raises(ConfigError, match=r"json: got '.*other.json'; allowed: a file to make"):
         add_records(path, [record()])
     assert path.read_text(encoding="latin-1") == content
+
+
+def test_a_process_that_ends_while_it_writes_leaves_the_older_file(tmp_path, monkeypatch):
+    path = tmp_path / "latency.json"
+    add_records(path, [record()])
+    before = path.read_text(encoding="utf-8")
+    whole = Path.write_text
+
+    def killed(self, text, **options):
+        whole(self, text[:20], **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        add_records(path, [record(batch_size=2)])
+    assert path.read_text(encoding="utf-8") == before
 
 
 def test_names_of_weight_formats():

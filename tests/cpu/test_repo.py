@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,10 @@ MACHINE_PATH = re.compile(r"(?<![\w.~/:-])/(work|root|home|Users|opt|farm|mnt)/\
 
 
 def load_tables() -> Any:
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    folder = str(ROOT / "benchmarks")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module("tables")
 
 
 def listed_files() -> list[Path]:
@@ -130,8 +129,14 @@ def test_every_result_belongs_to_a_table_and_says_where_it_is_from():
     for result in load_tables().read_results(ROOT / "benchmarks" / "results"):
         kinds = ("demo", "latency", "kv_quality", "train")
         records = ("decode_latency", "decode_kernels", "peer_latency")
-        records += ("serve_overhead", "serve_jitter", "adaptive_attend")
-        schemes = ("kv_scheme_quality", "kv_needles", "kv_generation", "kv_synthetic")
+        records += ("serve_overhead", "serve_jitter", "adaptive_attend", "sanitizer")
+        schemes = (
+            "kv_scheme_quality",
+            "kv_needles",
+            "kv_generation",
+            "kv_synthetic",
+            "kv_engine_quality",
+        )
         assert result.get("kind") in (*kinds, *records, *schemes, "reliability"), result["file"]
         if result["kind"] == "reliability":
             assert result["passed"] is True, result["goal"]

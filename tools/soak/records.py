@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import random
@@ -20,6 +19,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=description)
     result.add_argument("--seed", type=int, default=None, help="default: a fresh one")
     result.add_argument("--record", type=Path, default=None, help="JSON file of results to update")
+    result.add_argument("--commit", default=None, help="where git cannot tell which one runs")
     return result
 
 
@@ -28,6 +28,7 @@ def parse(arguments: argparse.ArgumentParser) -> argparse.Namespace:
     options = arguments.parse_args()
     if options.seed is None:
         options.seed = random.SystemRandom().randrange(2**40)
+    options.commit = options.commit or _commit()
     return options
 
 
@@ -47,7 +48,7 @@ class Progress:
         self._runs = 0
         if self._path is not None and self._path.exists():
             kept = json.loads(self._path.read_text(encoding="utf-8"))
-            if kept["commit"] != _commit():
+            if kept["commit"] != options.commit:
                 raise SystemExit(f"progress: {self._path} is of commit {kept['commit']}")
             self.done, self.values, self._runs = kept["done"], kept["values"], kept["runs"]
             options.seed = kept["seed"]
@@ -57,18 +58,22 @@ class Progress:
     @property
     def has_more(self) -> bool:
         """Whether there is something left to do and time to do it."""
-        return self.done < self._whole and time.monotonic() < self._end_s
+        return self.has_more_after(0)
+
+    def has_more_after(self, number: int) -> bool:
+        """The same, once `number` more that are under way will be done."""
+        return self.done + number < self._whole and time.monotonic() < self._end_s
 
     def random(self) -> random.Random:
-        """The numbers of what comes next: the same in one run as in several."""
-        return random.Random(f"{self._options.seed}/{self.done}")
+        """The numbers of what comes next."""
+        return numbers(self._options.seed, self.done)
 
     def keep(self, number: int) -> None:
         """Count `number` more as done, and write that down."""
         self.done += number
         if self._path is None:
             return
-        kept = {"commit": _commit(), "seed": self._options.seed, "runs": self._runs}
+        kept = {"commit": self._options.commit, "seed": self._options.seed, "runs": self._runs}
         kept |= {"done": self.done, "values": self.values}
         beside = self._path.with_suffix(".part")
         beside.write_text(json.dumps(kept), encoding="utf-8")
@@ -78,6 +83,12 @@ class Progress:
     def seen(self) -> dict[str, object]:
         """For the record: the number of runs, where it took several."""
         return {"runs": self._runs} if self._runs > 1 else {}
+
+
+def numbers(seed: int, at: int) -> random.Random:
+    """Random numbers for the part of a run that begins after `at`: the same in one run as in
+    several, and beside each other."""
+    return random.Random(f"{seed}/{at}")
 
 
 def add_progress(arguments: argparse.ArgumentParser) -> None:
@@ -100,7 +111,7 @@ def report(
         "passed": passed,
         "seed": options.seed,
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": _commit(),
+        "commit": options.commit,
         "command": _command(),
     }
     sys.stdout.write(json.dumps(record) + "\n")
@@ -120,14 +131,13 @@ def _command() -> str:
     """The command without what depends on one machine."""
     script = "/".join(Path(sys.argv[0]).absolute().parts[-3:])
     options = sys.argv[1:]
-    for name in ("--record", "--progress"):
+    for name in ("--record", "--progress", "--commit"):
         if name in options:
             at = options.index(name)
             del options[at : at + 2]
     return " ".join(["python", script, *options])
 
 
-@functools.cache
 def _commit() -> str:
     """The commit that runs, with a plus sign if files differ from it."""
     here = Path(__file__).parent

@@ -46,7 +46,7 @@ class GenerationQuality:
     ppl: float
     ppl_quarters: list[float]
     same_as_reference: int
-    text: str
+    answer: str
 
     def as_dict(self) -> dict[str, Any]:
         """The fields by name, for JSON."""
@@ -69,7 +69,7 @@ def evaluate_generation(
     if len(prompt_ids) + num_tokens > limit:
         allowed = f"together with {len(prompt_ids)} of the prompt at most {limit}"
         raise refuse(RequestError, "num", num_tokens, allowed)
-    settings = [_settings(name.strip()) for name in names]
+    settings = [engine_settings(name.strip()) for name in names]
     for index, (name, options) in enumerate(zip(names, settings, strict=True)):
         answer, bits, text = _write(loaded, options, prompt_ids, num_tokens)
         nll, same = _read(loaded, prompt_ids, answer)
@@ -88,7 +88,7 @@ def evaluate_generation(
             ppl=math.exp(float(nll.mean())),
             ppl_quarters=[math.exp(float(part.mean())) for part in nll.split(size)],
             same_as_reference=same,
-            text=text,
+            answer=text,
         )
 
 
@@ -98,7 +98,8 @@ def distinct(ids: Sequence[int], n: int) -> float:
     return len(set(grams)) / len(grams) if grams else 1.0
 
 
-def _settings(name: str) -> dict[str, Any]:
+def engine_settings(name: str) -> dict[str, Any]:
+    """What an engine is given for a cache by its name here; ConfigError lists them."""
     if name in CODECS:
         return {"kv_cache_dtype": name}
     match = _ADAPTIVE.fullmatch(name)

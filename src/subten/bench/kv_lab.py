@@ -28,8 +28,8 @@ from subten.core import PAGE_SIZE, ConfigError, RequestError, refuse
 from subten.kernels.cpu_linear import head_logits
 from subten.models.decoder import Decoder
 
-LOGIT_ROWS = {"cpu": 512, "cuda": 16384}
-"""Rows of float32 logits at once, by device; about five such tensors live together."""
+LOGIT_ROWS = {"cpu": 512, "cuda": 8192}
+"""Rows of float32 logits at once, by device; about seven such tensors live together."""
 
 TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 2**17}
 """Tokens of windows that are read together: on a GPU enough to make launches cheap."""

@@ -2,7 +2,8 @@
 
 - `adaptive-BITS`: the adaptive cache within so many true bits at the end of a window, calibrated;
   `adaptive-BITS-cold` may send values to 1.5 bits. After it, one of its protections may be left
-  out: `-plain` no calibration, `-stripped` means alone, `-nosinks`, `-nowindow`.
+  out: `-plain` no calibration, `-stripped` means alone, `-nosinks`, `-nowindow`; or one more added:
+  `-outliers`, 1 % of the channels of keys exact.
 - the codecs of this project, every row alike, and the schemes of kv_schemes.py.
 """
 
@@ -19,12 +20,15 @@ from subten.calibration.keys_at_load import KeyCalibration
 from subten.codecs import CODECS
 from subten.config import ModelConfig
 from subten.core import ConfigError, refuse
+from subten.engine.resolve_adaptive import outlier_count
 
 BUDGETS = ("4.5", "3.3", "2.7", "2.3-cold")
 """Of the bars that this project sets itself."""
 
-PROTECTIONS = ("plain", "stripped", "nosinks", "nowindow")
-"""What `adaptive-BITS-...` may go without."""
+PROTECTIONS = ("plain", "stripped", "nosinks", "nowindow", "outliers")
+"""What `adaptive-BITS-...` may go without, or have more."""
+
+OUTLIER_PERCENT = 1.0
 
 MAIN = (
     "adaptive-4.5",
@@ -38,7 +42,7 @@ MAIN = (
 )
 """What the bars compare."""
 
-_ADAPTIVE = re.compile(r"adaptive-(?P<bits>\d+(\.\d+)?)(?P<cold>-cold)?(-(?P<without>[a-z]+))?")
+_ADAPTIVE = re.compile(r"adaptive-(?P<bits>\d+(\.\d+)?)(?P<cold>-cold)?(-(?P<changed>[a-z]+))?")
 
 
 class Menu:
@@ -57,7 +61,7 @@ class Menu:
         """All that the tables show, the most telling first."""
         plain = [name for name in CODECS if name not in ("fp32", "bf16")]
         ours = [f"adaptive-{budget}" for budget in BUDGETS]
-        ours += [f"adaptive-3.3-{without}" for without in PROTECTIONS]
+        ours += [f"adaptive-3.3-{changed}" for changed in PROTECTIONS]
         return list(dict.fromkeys([*MAIN, *ours, *plain, *self._others]))
 
     def pick(self, names: str) -> list[Scheme]:
@@ -76,23 +80,26 @@ class Menu:
         if name in CODECS:
             return codec_scheme(name, self.config.head_dim)
         match = _ADAPTIVE.fullmatch(name)
-        without = match["without"] if match is not None else None
-        if match is None or without not in (None, *PROTECTIONS):
+        changed = match["changed"] if match is not None else None
+        if match is None or changed not in (None, *PROTECTIONS):
             others = [f"adaptive-BITS[-cold][-{'|'.join(PROTECTIONS)}]", *CODECS, *self._others]
             raise refuse(ConfigError, "scheme", name, f"all, main, {', '.join(others)}")
+        head_dim = self.config.head_dim
+        percent = OUTLIER_PERCENT if changed == "outliers" else None
         protection = protection_for(
             float(match["bits"]),
             self.config,
             num_tokens=self.window,
             noise_L=self.calibration.noise_L.tolist(),
             has_cold=match["cold"] is not None,
+            num_outliers=outlier_count(percent, head_dim),
         )
-        if without == "nosinks":
+        if changed == "nosinks":
             protection = replace(protection, sinks=0)
-        elif without == "nowindow":
+        elif changed == "nowindow":
             protection = replace(protection, window=0)
         basis = KeyBasis(
-            calibration=None if without == "plain" else self.calibration,
-            is_turned=without != "stripped",
+            calibration=None if changed == "plain" else self.calibration,
+            is_turned=changed != "stripped",
         )
-        return adaptive(name, protection, basis, head_dim=self.config.head_dim)
+        return adaptive(name, protection, basis, head_dim=head_dim)

@@ -6,7 +6,7 @@ plane (2 bits), and once all but the newest have, they are, if asked, encoded ag
 tokens and the first ones have exact rows besides. The engine lowers the pages that matter least;
 here it is the oldest ones.
 
-Letters: T tokens, G KV heads, D head dimension, L layers.
+Letters: T tokens, G KV heads, D head dimension, L layers, O outlier channels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from subten.calibration.rows import LayerRows
 from subten.codecs.mixed import MixedFormat, decode_cold, encode_cold
 from subten.codecs.nested import decode_nested, encode_nested
 from subten.codecs.rotation import hadamard
-from subten.codecs.shaped import WIDTHS, decode_shaped, encode_shaped
+from subten.codecs.shaped import WIDTHS, decode_shaped, encode_shaped, outliers_of
 from subten.codecs.vq import codebook
 from subten.config import ModelConfig
 from subten.core import PAGE_SIZE
@@ -41,8 +41,9 @@ FINE, BASE, COLD = 1, 2, 3
 class Protection:
     """What is kept of keys and values. None of `value_bytes`: no limit.
 
-    `key_bits_L` are widths of keys; `value_bytes` is what the values of a sequence may take in one
-    layer and KV head; the `newest_pages` keep 4 bits as long as others can give theirs.
+    `key_bits_L` are widths of keys; the `num_outliers` channels of a head that calibration puts
+    first are BF16 instead. `value_bytes` is what the values of a sequence may take in one layer and
+    KV head; the `newest_pages` keep 4 bits as long as others can give theirs.
     """
 
     key_bits_L: tuple[int, ...]
@@ -51,6 +52,7 @@ class Protection:
     has_cold: bool = False
     window: int = WINDOW
     sinks: int = SINKS
+    num_outliers: int = 0
 
     def value_kinds(self, page: int, fmt: MixedFormat) -> torch.Tensor:
         """Versions of the values of pages 0 to `page` while that is written, int64 [page + 1]."""
@@ -108,15 +110,23 @@ def adaptive(name: str, protection: Protection, basis: KeyBasis, *, head_dim: in
     """The cache under a protection."""
     fmt = MixedFormat(head_dim=head_dim)
     elements = PAGE_SIZE * head_dim / 8
-    key_bits = [fmt.k_bytes(bits) / elements for bits in protection.key_bits_L]
+    num_outliers = protection.num_outliers
+    assert not num_outliers or basis.calibration is not None, num_outliers
+    out_bytes = fmt.outlier_bytes(num_outliers)
+    key_bits = [(fmt.k_bytes(bits) + out_bytes) / elements for bits in protection.key_bits_L]
     value_bytes = (fmt.base_bytes + fmt.fine_bytes, fmt.base_bytes, fmt.cold_bytes)
     kinds = (FINE, BASE, COLD) if protection.has_cold else (FINE, BASE)
 
     def encode(rows: LayerRows) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         stored_GTD, shift_GTD, inverse_DD = basis.turned(rows)
         width, feedback_GDD = protection.key_bits_L[rows.layer], basis.feedback(rows.layer)
+        outlier_GO = None
+        if num_outliers:
+            assert basis.calibration is not None
+            outlier_GO = basis.calibration.outlier_LGD[rows.layer, :, :num_outliers]
         # Exact rows are BF16 in the basis that they are stored in.
-        keys = [stored_GTD.bfloat16().float(), shaped(stored_GTD, width, feedback_GDD)]
+        exact_GTD = stored_GTD.bfloat16().float()
+        keys = [exact_GTD, shaped(stored_GTD, width, feedback_GDD, outlier_GO)]
         rotation_DD = hadamard(head_dim, rows.value_GTD.device)
         values = value_versions(rows.value_GTD @ rotation_DD, kinds)
         return (
@@ -149,6 +159,7 @@ def protection_for(
     num_tokens: int,
     noise_L: Sequence[float],
     has_cold: bool = False,
+    num_outliers: int = 0,
 ) -> Protection:
     """What the engine plans for `budget` true bits at a longest context of `num_tokens`.
 
@@ -157,7 +168,10 @@ def protection_for(
     fmt = MixedFormat(head_dim=config.head_dim)
     heads = config.num_layers * config.num_kv_heads
     ask = PlaneAsk(
-        key_bytes={width: config.num_kv_heads * fmt.k_bytes(width) for width in WIDTHS},
+        key_bytes={
+            width: config.num_kv_heads * (fmt.k_bytes(width) + fmt.outlier_bytes(num_outliers))
+            for width in WIDTHS
+        },
         sensitivity=noise_L,
         base_bytes=heads * fmt.base_bytes,
         fine_bytes=heads * fmt.fine_bytes,
@@ -182,24 +196,33 @@ def protection_for(
         value_bytes=None if plan.value_bytes is None else plan.value_bytes / heads,
         newest_pages=plan.newest_pages,
         has_cold=has_cold,
+        num_outliers=num_outliers,
     )
 
 
 def shaped(
-    stored_GTD: torch.Tensor, bits: int, feedback_GDD: torch.Tensor | None = None
+    stored_GTD: torch.Tensor,
+    bits: int,
+    feedback_GDD: torch.Tensor | None = None,
+    outlier_GO: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Stored keys [..., G, T, D] through their bytes."""
     # Windows and tokens first, heads after them.
     token_first = stored_GTD.movedim(-3, -2)
     rows_TGD = token_first.reshape(-1, *token_first.shape[-2:])
     low_TGQ, high_TGB, norm_TG, is_bad_TG = encode_shaped(
-        rows_TGD, bits=bits, feedback_GDD=feedback_GDD
+        rows_TGD, bits=bits, feedback_GDD=feedback_GDD, outlier_GO=outlier_GO
     )
     decoded_ND = decode_shaped(
         low_TGQ.flatten(0, 1), high_TGB.flatten(0, 1), norm_TG.flatten(), bits=bits
     )
     del is_bad_TG  # A row out of range ends its request; here its error shows in the figures.
-    return decoded_ND.view(token_first.shape).movedim(-2, -3)
+    decoded_TGD = decoded_ND.view(rows_TGD.shape)
+    if outlier_GO is not None:
+        place_TGO = outlier_GO.long().expand(len(rows_TGD), -1, -1)
+        exact_TGO = outliers_of(rows_TGD, outlier_GO).bfloat16().float()
+        decoded_TGD = decoded_TGD.scatter(-1, place_TGO, exact_TGO)
+    return decoded_TGD.view(token_first.shape).movedim(-2, -3)
 
 
 def value_versions(turned_GTD: torch.Tensor, kinds: Sequence[int]) -> list[torch.Tensor]:

@@ -4,7 +4,8 @@ Others, at their defaults, decode to what their own code would give, stored in a
 
 - `quanto`, `hqq`: the quantised caches of transformers 5: asymmetric groups of 64 along a head,
   16-bit scale and zero-point, the last block of 128 tokens exact until it is full. hqq moves the
-  zero-point by its half-quadratic iteration (Badri and Shaji, 2023).
+  zero-point by its half-quadratic iteration (Badri and Shaji, 2023); transformers asks for less,
+  no iteration, and groups that span tokens and heads, which lost more than twice as much.
 - `kivi` (Liu et al., 2024): keys per channel in groups of 32 tokens, flushed in blocks of 128;
   values per token in groups of 32, the last 128 exact.
 - `int4-g32`, `int4-g64`: groups along a head, no window.

@@ -25,6 +25,7 @@ KEY_FIELDS = (
     "text",
     "window",
     "scheme",
+    "tool",
 )
 """A record with the same values here, absent ones included, takes the place of an older one."""
 

@@ -45,11 +45,19 @@ def package_version(name: str) -> str | None:
 
 
 def write_json(path: Path, result: Mapping[str, Any] | Sequence[Any]) -> None:
-    """Write a result or a list of them; a NaN or an infinity is our bug and raises ValueError."""
+    """Write a result or a list of them; a NaN or an infinity is our bug and raises ValueError.
+
+    A file that was there is replaced whole or not at all, whenever the process may end.
+    """
     text = json.dumps(result, indent=2, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        if path.exists() and not path.is_file():  # a pipe, /dev/stdout
+            path.write_text(text, encoding="utf-8")
+            return
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
     except OSError as error:
         raise refuse(ConfigError, "json", str(path), f"a writable file ({error})") from error
 

@@ -30,7 +30,7 @@ _TABLE: Mapping[str, tuple[str, str | None]] = {
     "attend": ("attend", "attend"),
     "append_attend": ("append_attend", "append_attend"),
     "append_mixed": ("append_mixed", None),
-    "attend_mixed": ("attend_mixed", None),
+    "attend_mixed": ("attend_mixed", "attend_mixed"),
     "demote_values": ("demote", None),
     "sample": ("sample", None),
     "advance": ("advance", None),

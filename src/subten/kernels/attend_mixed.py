@@ -78,7 +78,9 @@ def attend_mixed(
     `coef_THC` and `table_PC`, float32 and contiguous, both or none, add
     scale * sum_c coef[t, h, c] * table[n, c] to the score of every key n, exact ones too: what keys
     have lost that were stored less a part that their position tells. The table has a row for each
-    position up to `step.max_kv_len`. Products are FP32 under FP32 queries and TF32 otherwise.
+    position up to `step.max_kv_len`, cosines and then sines of angles in proportion to it, times a
+    factor, as `layers.rope.cos_sin_table` makes it: backends may add angles. Products are FP32
+    under FP32 queries and TF32 otherwise.
 
     `mass_SP` float32, shaped as `page_table_SP`: to each page of each sequence is added the softmax
     weight that it got, summed over the step's queries and heads; a sequence's row grows by its

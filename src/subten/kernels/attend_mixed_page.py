@@ -9,6 +9,7 @@ from typing import Any
 
 from subten.codecs.bits import load_bf16
 from subten.codecs.norm_byte import decode_norm_device
+from subten.codecs.shaped import level_unit
 from subten.kernels.attend_tiles import softmax_step
 from subten.kernels.mixed_tiles import (
     cold_tile,
@@ -116,7 +117,7 @@ def attend_page(
     if BITS > 2:
         high_NJ = load_high(k_plane + LOW_BYTES, BITS, HEAD_DIM, BLOCK_J)
     k_norm_N = tl.load(k_plane + PAGE * (HEAD_DIM * BITS // 8) + row_N).to(tl.int32)
-    k_norm_N = decode_norm_device(k_norm_N, 128)
+    k_norm_N = decode_norm_device(k_norm_N, 128) * level_unit(BITS)
     score_MN = tl.dot(
         k0, tl.trans(key_tile(low_NJ, high_NJ, 0, BITS, dtype)), input_precision="ieee"
     )

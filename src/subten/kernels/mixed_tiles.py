@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 from subten.codecs.bits import load_bf16
-from subten.codecs.fixed_point import round_bf16_device
 from subten.codecs.nested import nested_level
 from subten.codecs.shaped import shaped_level
 from subten.kernels.triton_shim import tl, triton_jit
@@ -68,16 +67,13 @@ def key_tile(
     BITS: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> Any:
-    """Levels of one quarter of the channels, exact in BF16, as DTYPE."""
+    """Levels of one quarter of the channels, whole numbers of units, as DTYPE."""
     code_NJ = (low_NJ >> (2 * PART)) & 3
     if BITS == 3:
         code_NJ |= ((high_NJ >> (2 * PART)) & 1) << 2
     if BITS == 4:
         code_NJ |= ((high_NJ >> (2 * PART)) & 3) << 2
-    level_NJ = shaped_level(code_NJ, BITS)
-    if DTYPE.is_fp32():
-        level_NJ = round_bf16_device(level_NJ)
-    return level_NJ.to(DTYPE)
+    return shaped_level(code_NJ, BITS).to(DTYPE)
 
 
 @triton_jit

@@ -44,9 +44,15 @@ def run(
 ) -> None:
     """Serve until SIGTERM or SIGINT; ConfigError where that cannot begin."""
     set_up_logs()
+    # While it loads too; the first process of a container would else not hear of it.
+    signal.signal(signal.SIGTERM, _end)
     uvicorn_loop = uvicorn.Config(_no_app, loop="auto", log_config=None).get_loop_factory()
     with asyncio.Runner(loop_factory=uvicorn_loop) as runner:
         runner.run(_serve(config, command, limits))
+
+
+def _end(_signal: int, _frame: FrameType | None) -> None:
+    raise SystemExit(0)
 
 
 async def _serve(config: ServeConfig, command: Sequence[str], limits: WatchLimits | None) -> None:

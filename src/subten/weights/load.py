@@ -354,7 +354,8 @@ def _warn_of_key_bias(decoder: Decoder, source: str) -> None:
     if large:
         logger.warning(
             "%s: k_proj.bias of %s %s has a norm of up to %.3g (median over layers %.3g), which "
-            "costs a %s cache accuracy; --kv-cache-dtype bf16 is safe",
+            "costs a %s cache accuracy; --kv-cache-dtype adaptive takes it out of the keys, "
+            "--kv-cache-dtype bf16 is exact",
             source,
             "layer" if len(large) == 1 else "layers",
             _listing([str(i) for i in large], limit=16),

@@ -136,6 +136,48 @@ inline u32 bytes_of_nibbles(u32 table, u32 nibbles) {
     return bytes;
 }
 
+inline u32 bytes_of_table(u32 low, u32 high, u32 nibbles) {
+    u32 bytes = 0;
+    for (int i = 0; i < 4; ++i) {
+        const u32 nibble = nibbles >> 4 * i & 15;
+        const u32 byte = (nibble & 4 ? high : low) >> nibble % 4 * 8 & 255;
+        bytes |= (nibble < 8 ? byte : byte & 128 ? 255u : 0u) << 8 * i;
+    }
+    return bytes;
+}
+
+inline u32 byte_and_below(u32 w, int byte, u32 below) {
+    emulation::check(below < 256, "more than a byte below a byte");
+    return (w >> 8 * byte & 255) << 8 | below;
+}
+#define FLOAT_OF_BYTE 8388608.0f
+inline u32 byte_selector(int byte) { return byte; }
+inline float float_of_byte(u32 w, u32 byte) { return FLOAT_OF_BYTE + (w >> 8 * byte & 255); }
+
+inline float half_value(u32 half) {
+    const int exponent = half >> 10 & 31, fraction = half & 1023;
+    if (exponent == 31) return fraction ? NAN : half & 0x8000 ? -INFINITY : INFINITY;
+    const float size = exponent ? std::ldexp(1024.0f + fraction, exponent - 25)
+                                : std::ldexp((float)fraction, -24);
+    return half & 0x8000 ? -size : size;
+}
+inline u32 half_bits(float v) {
+    if (v != v) return 0x7fff;
+    const u32 sign = std::signbit(v) ? 0x8000 : 0;
+    v = std::fabs(v);
+    if (v >= 65520.0f) return sign | 0x7c00;
+    int exponent = v > 0 ? std::ilogb(v) : -14;
+    exponent = exponent < -14 ? -14 : exponent;
+    // Of steps of 2^(exponent - 10); what rounds up to the next power of two carries.
+    const int steps = (int)std::nearbyint(std::ldexp(v, 10 - exponent));
+    return sign | (u32)(steps < 1024 ? steps : steps + ((exponent + 14) << 10));
+}
+inline u32 pack_half(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
+
+inline void mma_half(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    mma_of(d, {{a0, a1, a2, a3}, {b0, b1}}, half_value);
+}
+
 // Element (row, k) of A lies in lane row % 8 * 4 + k % 16 / 4, register row / 8 + k / 16 * 2, byte
 // k % 4; element (k, column) of B in lane column * 4 + k % 16 / 4, register k / 16, byte k % 4.
 inline void mma_bytes(int (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
@@ -169,6 +211,7 @@ inline u32 multiply_add_bf16x2(u32 a, u32 b, u32 c) {
 }
 
 inline float power_of_two(float v) { return std::exp2(v); }
+inline float logarithm_of_two(float v) { return std::log2(v); }
 inline float larger(float a, float b) { return std::fmax(a, b); }
 
 inline int shuffle_from(int v, int from) {

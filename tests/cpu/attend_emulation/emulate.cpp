@@ -1,4 +1,4 @@
-// Runs the kernels of attend.cu and append_attend.cu on the CPU by name, with CUDA's own array of
+// Runs the kernels of attend.cu, append_attend.cu and attend_mixed.cu on the CPU by name, with CUDA's own array of
 // arguments.
 // First: their guards keep the real ones out.
 #include "device.cuh"
@@ -6,6 +6,7 @@
 
 #include "append_attend.cu"
 #include "attend.cu"
+#include "attend_mixed.cu"
 
 #include <string>
 #include <utility>
@@ -35,6 +36,13 @@ Launch unpack(void (*kernel)(Args...)) {
 #define APPENDS(CODEC, ENCODER) \
     APPEND(CODEC, ENCODER, 64, false), APPEND(CODEC, ENCODER, 128, false)
 
+#define MIXED(BITS, DIM, TABLE, POLLS)                                          \
+    {"attend_mixed_kernel<" #BITS ", " #DIM ", " #TABLE ", " #POLLS ", 256>", \
+     unpack(attend_mixed_kernel<BITS, DIM, TABLE, POLLS, 256>)}
+#define MIXES(BITS)                                                        \
+    MIXED(BITS, 64, false, false), MIXED(BITS, 64, true, false),           \
+        MIXED(BITS, 128, false, false), MIXED(BITS, 128, true, false)
+
 const std::map<std::string, Launch> kernels = {
     ALL(KvBf16),
     ALL(KvFp8),
@@ -52,6 +60,12 @@ const std::map<std::string, Launch> kernels = {
     APPEND(KvInt4, IntEncoder<4>, 64, true),
     APPEND(KvInt4, IntEncoder<4>, 128, true),
     APPEND(KvBf16, Bf16Encoder, 128, true),
+    MIXES(2),
+    MIXES(3),
+    MIXES(4),
+    MIXED(4, 128, false, true),
+    MIXED(4, 128, true, true),
+    MIXED(3, 64, true, true),
 };
 
 // Inputs that the kernel ahead writes: they are NaN until a block waits.

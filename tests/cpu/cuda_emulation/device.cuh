@@ -259,9 +259,10 @@ float sum_over_lanes(float v) {
 
 // Element (row, k) of A lies in lane row % 8 * 4 + k % 8 / 2, register row / 8 + k / 8 * 2, half
 // k % 2; element (k, column) of B in lane column * 4 + k % 8 / 2, register k / 8, half k % 2.
-inline void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+template <class Value>
+void mma_of(float (&d)[4], emulation::Slot own, Value value) {
     using namespace emulation;
-    slots[current] = {{a0, a1, a2, a3}, {b0, b1}};
+    slots[current] = own;
     meet_warp();
     const Slot* lanes = warp_slots();
     const int g = current % WARP / 4, t = current % WARP % 4;
@@ -271,13 +272,15 @@ inline void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
         for (int k = 0; k < 16; ++k) {
             const u32 a = lanes[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2];
             const u32 b = lanes[column * 4 + k % 8 / 2].b[k / 8];
-            const float x = k % 2 ? high_bf16(a) : low_bf16(a);
-            const float y = k % 2 ? high_bf16(b) : low_bf16(b);
-            sum += (double)x * y;
+            sum += (double)value(a >> k % 2 * 16 & 0xffff) * value(b >> k % 2 * 16 & 0xffff);
         }
         d[i] = sum;
     }
     meet_warp();
+}
+
+inline void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    mma_of(d, {{a0, a1, a2, a3}, {b0, b1}}, low_bf16);
 }
 
 #endif

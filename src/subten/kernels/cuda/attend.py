@@ -43,8 +43,8 @@ MAX_SPLITS = 64
 MAX_ROWS = 65535
 """Pairs of a sequence and a query head that have a counter; more go to Triton."""
 
-MAX_SHARED_BYTES = 210 * 1024
-"""Dynamic shared memory of a block on sm_90: 227 KiB, less what the kernels declare (7.1 KiB)."""
+MAX_SHARED_BYTES = 216 * 1024
+"""Dynamic shared memory of a block on sm_90: 227 KiB, less what the kernels declare (10.3 KiB)."""
 
 MAX_POLLED = 2**20
 """Numbers that splits which poll may leave for their merge; where there are more, they count."""
@@ -55,10 +55,12 @@ UNSET_BITS = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SliceBytes:
-    """A slice, the keys that a warp takes at once, as `Part` of `attend_codecs.cuh` lays it out."""
+    """A slice, the keys that a warp takes at once, as `Part` of `attend_codecs.cuh` lays it out,
+    and a block's dynamic shared memory beside its rings."""
 
     keys: int
     stage_bytes: int
+    beside: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,8 +95,8 @@ class DecodePlan:
         assert self.shared_bytes(slice_bytes) <= MAX_SHARED_BYTES, (self, slice_bytes)
 
     def shared_bytes(self, slice_bytes: SliceBytes) -> int:
-        """Dynamic shared memory of a block: the rings of its warps."""
-        num_bytes = self.num_warps * self.num_stages * slice_bytes.stage_bytes
+        """Dynamic shared memory of a block: the rings of its warps, and what lies beside them."""
+        num_bytes = self.num_warps * self.num_stages * slice_bytes.stage_bytes + slice_bytes.beside
         # Where splits poll, 16 rows of sums lie there at the end.
         num_bytes = max(num_bytes, 8 * 1024)
         # Above 48 KiB, declared memory included, a kernel must be allowed to: the launch asks for
@@ -103,12 +105,12 @@ class DecodePlan:
 
 
 FULL_BLOCKS: Mapping[str, tuple[int, int, int, bool]] = {
-    "bf16": (8, 12, 3, False),
-    "int4": (4, 8, 2, True),
-    "int2": (4, 8, 2, True),
+    "bf16": (4, 12, 2, True),
+    "int4": (4, 16, 2, True),
+    "int2": (4, 16, 2, True),
 }
 """Codec to (min_slices, warps, stages, fills) of blocks that have an SM each; others take
-(4, 8, 3, True)."""
+(8, 12, 2, False)."""
 
 
 def plan_decode(
@@ -120,14 +122,13 @@ def plan_decode(
     wave or many; none. Within a tier the split of a sequence depends on its own length alone, so
     its result does too.
 
-    Past the first tier two stages of 8 warps let two blocks share an SM and leave a third of its
-    memory to L1, through which the experts after them, which start early, fetch their weights: with
-    three, a layer of 32 sequences of qwen3-30b-a3b takes 44 us longer (docs/performance.md). Two
-    blocks share an SM in plans of the first tier that fill, too: the blocks of one launch fetch
-    while those of the launch ahead still work, and are the fastest, or within 1 us of it, at 1k,
-    32k and 128k tokens of both shapes (benchmarks/plans/h200-attend-fills.json), but for bf16,
-    whose bytes alone count at 128k, and int2 at 128k of mixtral-8x7b. Polling saves 0.5 to 2.2 us
-    wherever there is something to merge.
+    Two stages everywhere: an SM that has given its shared memory to attention has little L1 left,
+    through which the kernels around, which start early, fetch their weights. With three, a layer of
+    32 sequences of qwen3-30b-a3b takes 44 us longer, and one sequence with an fp8 cache at 128k 23 us
+    (docs/performance.md). Plans of the first tier are those with which a whole layer is fastest, or
+    nearly, at 1k, 32k and 128k tokens (benchmarks/plans/h200-attend-layer.json); by itself attention
+    would rather have deeper rings (h200-attend-fills.json). Polling saves 0.5 to 2.2 us wherever
+    there is something to merge.
 
     A single split, which merges nothing, is not the fastest even at 1k: a merge of four costs what
     their parallel work saves.
@@ -141,7 +142,7 @@ def plan_decode(
         return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=8, num_stages=2)
     # Even: lengths that are powers of two then divide as evenly as they can.
     num_splits = max(1, min(MAX_SPLITS, num_sms // num_kv_heads // 2 * 2))
-    min_slices, num_warps, num_stages, fills = FULL_BLOCKS.get(fmt.codec.name, (4, 8, 3, True))
+    min_slices, num_warps, num_stages, fills = FULL_BLOCKS.get(fmt.codec.name, (8, 12, 2, False))
     return DecodePlan(
         num_splits=num_splits,
         min_slices=min_slices,
@@ -251,13 +252,30 @@ def decode_launch(
     scale: float,
     plan: DecodePlan | None,
 ) -> DecodeLaunch:
-    """Choose a plan if none is given, and allocate what the splits leave for their merge."""
-    device, num_heads, num_tiles = q_THD.device, q_THD.shape[1], len(step.tile_seq_Q)
-    group, layout = num_heads // num_kv_heads, slice_bytes(fmt)
+    """`launch_splits` of a codec's slices; chooses a plan if none is given."""
     if plan is None:
         plan = plan_decode(
-            fmt, num_sms=_num_sms(device), num_sequences=num_tiles, num_kv_heads=num_kv_heads
+            fmt,
+            num_sms=_num_sms(q_THD.device),
+            num_sequences=len(step.tile_seq_Q),
+            num_kv_heads=num_kv_heads,
         )
+    return launch_splits(q_THD, num_kv_heads, slice_bytes(fmt), step, scale=scale, plan=plan)
+
+
+def launch_splits(
+    q_THD: torch.Tensor,
+    num_kv_heads: int,
+    layout: SliceBytes,
+    step: StepTensors,
+    *,
+    scale: float,
+    plan: DecodePlan,
+) -> DecodeLaunch:
+    """Allocate what the splits leave for their merge, and say how to launch them."""
+    device, num_tiles = q_THD.device, len(step.tile_seq_Q)
+    num_heads, head_dim = q_THD.shape[1:]
+    group = num_heads // num_kv_heads
     plan.check(group, layout)
     assert scale > 0, scale
     max_slices = -(-step.max_kv_len // layout.keys)
@@ -268,14 +286,14 @@ def decode_launch(
     polls = (
         plan.polls
         and grid_splits > 1
-        and num_parts * (fmt.head_dim + 2) <= MAX_POLLED
+        and num_parts * (head_dim + 2) <= MAX_POLLED
         and (device.type != "cuda" or num_blocks <= _num_sms(device))
     )
     if polls:
         parts = _unset_parts(device)
-        part, part_stats = parts, parts[num_parts * fmt.head_dim :]
+        part, part_stats = parts, parts[num_parts * head_dim :]
     elif grid_splits > 1:
-        part = torch.empty(num_parts, fmt.head_dim, dtype=torch.float32, device=device)
+        part = torch.empty(num_parts, head_dim, dtype=torch.float32, device=device)
         part_stats = torch.empty(num_parts, 2, dtype=torch.float32, device=device)
     grid = (num_kv_heads, num_tiles, grid_splits)
     if plan.fills and num_tiles == 1 and num_blocks < _num_sms(device):
@@ -315,12 +333,13 @@ def suits(q_THD: torch.Tensor, pages_PGB: torch.Tensor, fmt: KVFormat, step: Ste
         and pages_PGB.data_ptr() % 16 == 0
         and pages_PGB.stride(0) % 16 == 0
         and pages_PGB.stride(1) % 16 == 0
-        and _has_bulk_copies(q_THD.device)
+        and has_bulk_copies(q_THD.device)
     )
 
 
 @functools.cache
-def _has_bulk_copies(device: torch.device) -> bool:
+def has_bulk_copies(device: torch.device) -> bool:
+    """Whether the device copies in bulk: compute capability 9.0."""
     return device.type != "cuda" or (detect(str(device)).capability or (0, 0)) >= (9, 0)
 
 

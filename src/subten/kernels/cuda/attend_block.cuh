@@ -4,60 +4,9 @@
 #ifndef SUBTEN_ATTEND_BLOCK_CUH
 #define SUBTEN_ATTEND_BLOCK_CUH
 
-#include "attend_merge.cuh"
+#include "attend_finish.cuh"
 #include "attend_slice.cuh"
 #include "head_row.cuh"
-
-#define MAX_WARPS 16
-// Steps of the largest value of a query whose integers have 16 bits: 127 * 256.
-#define MOST_STEPS 32512.0f
-
-// Hadamard rotation of a row of sums, one bit of the channel after the other: the fast transform.
-// Each bit of the channel that v[i] holds must be one of `lane` or of i, whichever.
-template <int VALUES>
-INLINE void rotate(float (&v)[VALUES], int lane) {
-#pragma unroll
-    for (int mask = 1; mask < WARP; mask *= 2) {
-        const float sign = lane & mask ? -1.0f : 1.0f;
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i) v[i] = sign * v[i] + shuffle_xor(v[i], mask);
-    }
-#pragma unroll
-    for (int bit = 1; bit < VALUES; bit *= 2) {
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i) {
-            if (i & bit) continue;
-            const float low = v[i], high = v[i | bit];
-            v[i] = low + high;
-            v[i | bit] = low - high;
-        }
-    }
-    const float norm = VALUES == 4 ? 0.08838834764831845f : 0.125f;  // D ** -0.5
-#pragma unroll
-    for (int i = 0; i < VALUES; ++i) v[i] *= norm;
-}
-
-INLINE void store_bf16(u16* to, const float (&v)[2]) {
-    *reinterpret_cast<u32*>(to) = pack_bf16(v[0], v[1]);
-}
-INLINE void store_bf16(u16* to, const float (&v)[4]) {
-    *reinterpret_cast<u64*>(to) = pack_bf16(v[0], v[1]) | (u64)pack_bf16(v[2], v[3]) << 32;
-}
-
-// What a call gives beside its rows.
-struct AttendCall {
-    const u8* pages;
-    i64 page_stride, head_stride;
-    const int* page_table;
-    i64 page_table_stride;
-    const i64* position;
-    const int *kv_len, *tile_seq, *tile_start;
-    u16* out;
-    float *part, *part_stats;
-    int* arrived;
-    float scale_log2;
-    int num_kv_heads, group, num_splits, min_slices, num_stages;
-};
 
 // The work of one block. `Rows` gives the token's rows, which the kernel ahead writes: queries
 // 0 to group - 1 of the block's KV head and, where it APPENDS, a key and a value:
@@ -71,7 +20,7 @@ template <class Codec, int DIM, int TILES_H, bool POLLS, class Rows>
 INLINE void attend_block(const AttendCall& call, Rows& rows) {
     using P = Part<Codec, DIM>;
     using Sums = WarpSums<Codec, DIM, TILES_H>;
-    constexpr int HEADS = Sums::HEADS, VALUES = Sums::VALUES, KEYS = P::KEYS, N = DIM / 2 / WARP;
+    constexpr int HEADS = Sums::HEADS, KEYS = P::KEYS, N = DIM / 2 / WARP;
     static_assert(HEADS * Sums::SUMS_ROW * 4 <= 2 * P::STAGE, "two stages hold a warp's sums");
     DYNAMIC_SHARED(dynamic_shared);
     __shared__ uint4 q_shared[HEADS * DIM / 8];  // rotated, where `q_place` says
@@ -177,7 +126,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     }
     u16* q_places = reinterpret_cast<u16*>(q_shared);
     auto place_query = [&](const float (&x)[2][N], int head) {
-        float sum = 0, most = 0, step = 1, to_step = 0;
+        float sum = 0, most = 0;
         int whole_sum = 0, first_sum = 0;
 #pragma unroll
         for (int half = 0; half < 2; ++half)
@@ -187,14 +136,10 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
                 sum += rounded;
                 most = larger(most, larger(rounded, -rounded));
             }
+        QuerySteps steps;
         if constexpr (Codec::KEYS_ARE_BYTES) {
-            // Numbers that are not negative are in the order of their bits.
-            most = bits_float(warp_max(float_bits(most)));
-            // Rows that are not finite, or below all that matters to a score, have no steps.
-            if (most > 0x1p-100f && most < 0x1p120f) to_step = MOST_STEPS / most;
             // NaN stays NaN; so does infinity, less itself.
-            step = to_step > 0 ? most * (1.0f / MOST_STEPS) : 1.0f;
-            if (lanes_where(sum - sum != 0.0f)) step = bits_float(OTHER_NAN);
+            steps = QuerySteps(most, !lanes_where(sum - sum != 0.0f));
         } else if (Codec::HAS_ZERO) {
             sum = sum_over_lanes<WARP>(sum);
         }
@@ -206,8 +151,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
                 const float rounded = low_bf16(pack_bf16(x[half][j], 0.0f));
                 const int place = Sums::q_place(head, channel);
                 if constexpr (Codec::KEYS_ARE_BYTES) {
-                    // Adding 1.5 * 2^23 rounds to an integer.
-                    const int bits = float_bits(rounded * to_step + 12582912.0f) - 0x4b400000;
+                    const int bits = steps.round(rounded);
                     u8* bytes = reinterpret_cast<u8*>(q_shared) + place;
                     bytes[0] = (u8)((bits + 128) >> 8);
                     bytes[Sums::Q_LOWER] = (u8)bits;
@@ -222,7 +166,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
             if (Codec::HAS_ZERO) sum = (float)(warp_sum(whole_sum) * (1 << Codec::KEY_SHIFT));
         }
         if (lane == 0) {
-            q_facts.factor[head] = call.scale_log2 * step * Codec::SCORE_FACTOR;
+            q_facts.factor[head] = call.scale_log2 * steps.step * Codec::SCORE_FACTOR;
             q_facts.sum[head] = sum;
             q_facts.first_sum[head] = first_sum;
         }
@@ -309,105 +253,11 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     }
     sync_warp();
 
-    // The warps' sums, each in its own ring, which is idle now. A warp a head from here on.
+    // The warps' sums, each in its own ring, which is idle now.
     own.finish(reinterpret_cast<float*>(ring), stats[warp]);
-    __syncthreads();
-    const bool is_alone = num_slices <= slices_each;
-    const int num_busy = end - first < num_warps ? end - first : num_warps;
-    const int num_used = (num_slices + slices_each - 1) / slices_each;
-    const i64 first_row = ((i64)tile * call.num_kv_heads + kv_head) * group;
-    auto first_part = [&](int head) { return (first_row + head) * call.num_splits; };
-    auto part_of = [&](int head) { return call.part + first_part(head) * DIM; };
-    auto stats_of = [&](int head) { return call.part_stats + first_part(head) * 2; };
-    auto put_out = [&](float (&v)[VALUES], float sum, int head) {
-        // A row that saw nothing becomes 0; NaN is not 0, so a poisoned sequence stays NaN.
-        const float inverse = 1.0f / (sum == 0.0f ? 1.0f : sum);
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i) v[i] *= inverse;
-        if (Codec::IS_ROTATED) rotate(v, lane);
-        u16* to = call.out + (((i64)token * call.num_kv_heads + kv_head) * group + head) * DIM;
-        store_bf16(to + Sums::first_channel(lane), v);
-    };
-#pragma unroll 1
-    for (int head = warp; head < group; head += num_warps) {
-        // The block's sums over the warps that had a slice, lanes l and l + 16 with the weight of
-        // warp l.
-        const bool has_warp = lane % MAX_WARPS < num_busy;
-        const float* own_stats = stats[lane % MAX_WARPS][head];
-        const float own_max = has_warp ? own_stats[0] : MINUS_INFINITY;
-        float max = own_max;
-#pragma unroll
-        for (int mask = 1; mask < MAX_WARPS; mask *= 2) max = larger(max, shuffle_xor(max, mask));
-        const float own_weight = power_of_two(own_max - shift_of(max));
-        float sum = has_warp ? own_weight * own_stats[1] : 0.0f;
-        float zero = Codec::HAS_ZERO && has_warp ? own_weight * own_stats[2] : 0.0f;
-#pragma unroll
-        for (int mask = MAX_WARPS / 2; mask > 0; mask /= 2) {
-            sum += shuffle_xor(sum, mask);
-            if (Codec::HAS_ZERO) zero += shuffle_xor(zero, mask);
-        }
-        float v[VALUES];
-#pragma unroll
-        for (int i = 0; i < VALUES; ++i) v[i] = 0;
-#pragma unroll 4
-        for (int w = 0; w < num_busy; ++w) {
-            const u8* other = dynamic_shared + w * num_stages * P::STAGE;
-            const float* rows = reinterpret_cast<const float*>(other);
-            const float weight = bits_float(shuffle_from(float_bits(own_weight), w));
-            float row[VALUES];
-            load_vector(row, rows + head * Sums::SUMS_ROW + lane * VALUES);
-#pragma unroll
-            for (int i = 0; i < VALUES; ++i) v[i] += weight * row[i];
-        }
-        if (Codec::HAS_ZERO) {
-#pragma unroll
-            for (int i = 0; i < VALUES; ++i) v[i] += zero;
-        }
-        if (!is_alone) {
-            if (POLLS) {
-                publish_split(v, sum, max, part_of(head), stats_of(head), split, lane);
-                continue;
-            }
-            if (!merge_by_count(v, sum, max, part_of(head), stats_of(head),
-                                call.arrived + first_row + head, split, num_used, lane))
-                continue;
-        }
-        put_out(v, sum, head);
-    }
-    if (!POLLS || is_alone || split >= group) return;
-
-    // Heads split, split + num_used, ... are this block's: first a warp four rows of one of them,
-    // then a warp a head.
-    __syncthreads();  // the rings are idle again
-    float* of_fours = reinterpret_cast<float*>(dynamic_shared) + lane * VALUES;
-    const int num_fours = (num_used + FOUR - 1) / FOUR;
-    const int num_merged = (group - split + num_used - 1) / num_used;
-#pragma unroll 1
-    for (int i = warp; i < num_merged * num_fours; i += num_warps) {
-        const int head = split + i / num_fours * num_used, four = i % num_fours;
-        float v[VALUES];
-        const float sum =
-            merge_four(v, part_of(head), stats_of(head), FOUR * four, num_used, lane);
-        store_vector(of_fours + i * DIM, v);
-        if (lane == 0 && four == 0) stats[0][i / num_fours][1] = sum;
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int i = warp; i < num_merged; i += num_warps) {
-        const int head = split + i * num_used;
-        unset_stats(stats_of(head), num_used, lane);
-        float v[VALUES];
-#pragma unroll
-        for (int j = 0; j < VALUES; ++j) v[j] = 0;
-#pragma unroll 4
-        for (int four = 0; four < num_fours; ++four) {
-            float of_four[VALUES];
-            load_vector(of_four, of_fours + (i * num_fours + four) * DIM);
-#pragma unroll
-            for (int j = 0; j < VALUES; ++j) v[j] += of_four[j];
-        }
-        put_out(v, stats[0][i][1], head);
-    }
+    const BlockPlace place{tile, kv_head, split, token, end - first, num_slices, slices_each};
+    finish_block<Codec, Sums, DIM, POLLS>(call, place, dynamic_shared, num_stages * P::STAGE, stats,
+                                          nullptr);
 }
 
 #endif

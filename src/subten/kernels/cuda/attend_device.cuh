@@ -108,6 +108,43 @@ INLINE u32 bytes_of_nibbles(u32 table, u32 nibbles) {
     return bytes;
 }
 
+// Byte `byte` of w, times 256, plus `below`, which is less than 256.
+INLINE u32 byte_and_below(u32 w, int byte, u32 below) {
+    return __byte_perm(w, below, 0x5504 | byte << 4);
+}
+
+// FLOAT_OF_BYTE plus a byte of w: its low bits in the float's. Not __byte_perm, which masks a
+// selector first.
+#define FLOAT_OF_BYTE 8388608.0f
+INLINE u32 byte_selector(int byte) { return 0x7440u | byte; }
+INLINE float float_of_byte(u32 w, u32 selector) {
+    u32 bits;
+    asm("prmt.b32 %0, %1, 0x4b000000, %2;" : "=r"(bits) : "r"(w), "r"(selector));
+    return __uint_as_float(bits);
+}
+
+// Two floats rounded to half precision, `low` in the low half; and `mma` of such numbers.
+INLINE u32 pack_half(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+INLINE void mma_half(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Byte i is byte n of the eight of `low` and `high`, n the i-th lowest nibble; where n is 8 or more,
+// the sign of byte n - 8, all ones or zeros.
+INLINE u32 bytes_of_table(u32 low, u32 high, u32 nibbles) {
+    u32 bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(nibbles));
+    return bytes;
+}
+
 // D (16 x 8) += A (16 x 32) * B (32 x 8), signed bytes into int32. Lane = 4 * g + t holds of
 //   A: a0 = row g, k 4t to 4t+3;  a1 = row g+8, same k;  a2, a3 = the same rows, k + 16
 //   B: b0 = k 4t to 4t+3 of column g;  b1 = k + 16
@@ -143,6 +180,13 @@ INLINE float power_of_two(float v) {
     float power;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(v));
     return power;
+}
+
+// The logarithm of v to base 2, to 2^-22; -infinity for 0.
+INLINE float logarithm_of_two(float v) {
+    float logarithm;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(logarithm) : "f"(v));
+    return logarithm;
 }
 
 // The larger one; a NaN loses.

@@ -47,6 +47,28 @@ INLINE float max_over_lanes(float v) {
 // -infinity less itself is NaN.
 INLINE float shift_of(float max) { return max == MINUS_INFINITY ? 0.0f : max; }
 
+// Steps of the largest value of a query whose integers have 16 bits: 127 * 256.
+#define MOST_STEPS 32512.0f
+
+// The steps in which a query becomes integers, given each lane's largest magnitude. One that is not
+// finite has steps of NaN.
+struct QuerySteps {
+    float step = 1, to_step = 0;
+
+    INLINE QuerySteps() {}
+    INLINE QuerySteps(float most, bool is_finite) {
+        // Numbers that are not negative are in the order of their bits.
+        most = bits_float(warp_max(float_bits(most)));
+        // Rows that are not finite, or below all that matters to a score, have no steps.
+        if (most > 0x1p-100f && most < 0x1p120f) to_step = MOST_STEPS / most;
+        step = to_step > 0 ? most * (1.0f / MOST_STEPS) : 1.0f;
+        if (!is_finite) step = bits_float(0x7fc00000);
+    }
+
+    // Adding 1.5 * 2^23 rounds to an integer.
+    INLINE int round(float v) const { return float_bits(v * to_step + 12582912.0f) - 0x4b400000; }
+};
+
 // What a block knows of the queries of HEADS heads beside their bf16s or bytes.
 template <int HEADS>
 struct QueryFacts {

@@ -88,9 +88,9 @@ MEASURED: Mapping[tuple[int, int, str], tuple[int, int, int, int]] = {
     (320, 2048, "none"): (4, 3, 1, 6),
     (320, 2048, "fp8"): (4, 3, 1, 4),
     (320, 2048, "int4"): (4, 3, 1, 4),
-    (128, 4096, "none"): (8, 1, 1, 6),
-    (128, 4096, "fp8"): (8, 1, 1, 4),
-    (128, 4096, "int4"): (8, 2, 1, 4),
+    (128, 4096, "none"): (16, 1, 1, 2),
+    (128, 4096, "fp8"): (16, 1, 1, 4),
+    (128, 4096, "int4"): (16, 1, 1, 2),
     (9496, 2048, "none"): (4, 2, 1, 8),
     (9496, 2048, "fp8"): (2, 4, 2, 6),
     (9496, 2048, "int4"): (1, 4, 2, 2),
@@ -114,7 +114,8 @@ MEASURED: Mapping[tuple[int, int, str], tuple[int, int, int, int]] = {
 
 The matrices of qwen3-30b-a3b and mixtral-8x7b: qkv, output, head, and gate and up of the chosen
 experts, within a chain of a layer's kernels, cold L2, on an H200:
-`benchmarks/gemv_bench.py --chain --plans all`, benchmarks/plans/h200-gemv-plans.json.
+`benchmarks/gemv_bench.py --chain --plans all`, benchmarks/plans/h200-gemv-plans.json; the output
+of qwen3-30b-a3b with attention in the chain too, benchmarks/plans/h200-layer-plans.json.
 """
 
 

@@ -24,7 +24,8 @@ DOWN_ROWS = 32
 """Rows of a warp of `down`."""
 
 MAX_EARLY_BYTES = 40 * 10**6
-"""Of weights that `up` asks for before it knows the experts, so that L2, of 50 MB, holds them."""
+"""Of weights that `up` asks for before it knows the experts, so that L2, of 50 MB, holds them: 7 us
+a layer of a batch of 32 of qwen3-30b-a3b in FP8 (benchmarks/plans/h200-steps.json)."""
 
 NUM_STAGES = 3
 """Stages of tokens in shared memory: `NUM_STAGES` of grouped.cu."""
@@ -96,7 +97,8 @@ SHARES: Mapping[tuple[str, str], tuple[int, int, int]] = {
 }
 """(case, format) to (warps, depth, blocks): about the fastest of eight for 32, 512 and 2048 tokens
 of qwen3-30b-a3b and mixtral-8x7b, whose rows are 768 and 2048, and 4096 and 14336 inputs
-(benchmarks/plans/h200-grouped-plans.json, by `benchmarks/grouped_bench.py`)."""
+(benchmarks/plans/h200-grouped-plans.json, by `benchmarks/grouped_bench.py`); one tile of FP8 within
+a step of 32 tokens of qwen3-30b-a3b (h200-steps.json, by `benchmarks/step_bench.py`)."""
 
 LONG_ROW = 4096
 VERY_LONG_ROW = 8192
