@@ -363,3 +363,23 @@ def test_grouped_of_real_shapes(randn, generator, model, weight_format, num_toke
         residual_dtype=torch.float32,
     )
     case.check(case.run())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiles", [4, 6, 8, 12])
+@pytest.mark.usefixtures("kernels", "poisoned")
+def test_wide_products_of_real_shapes(randn, generator, tiles):
+    """Experts with all the tokens beside experts with a few."""
+    top_k, dim, hidden, _ = MODELS["qwen3-30b-a3b"]
+    ids_TK = distinct_ids(generator, 301, 24, top_k)
+    ids_TK[:, 0] = 24
+    case = Case(
+        randn,
+        ids_TK,
+        E=25,
+        D=dim,
+        hidden=hidden,
+        weight_format="fp8",
+        residual_dtype=torch.float32,
+    )
+    case.check(case.run(GroupedPlan(tiles=tiles, warps=8, depth=2, blocks=1, wide=True)))

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from subten.cache.pool import KVPool
@@ -139,10 +140,10 @@ class PrefillGraphs:
             sequence, end = item.sequence, item.start + num_tokens
             pages = sequence.page_ids
             host["token_id_T"][:num_tokens] = sequence.token_ids[item.start : end]
-            host["position_T"][:num_tokens] = range(item.start, end)
-            host["slot_T"][:num_tokens] = [
-                pages[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE for i in range(item.start, end)
-            ]
+            position_T = np.arange(item.start, end)
+            host["position_T"][:num_tokens] = position_T
+            page_T = np.asarray(pages, dtype=np.int64)[position_T // PAGE_SIZE]
+            host["slot_T"][:num_tokens] = page_T * PAGE_SIZE + position_T % PAGE_SIZE
             host["kv_len_S"][0] = end
             fill_sampling(host, 0, sequence, sequence.num_output)
             self._page_table.set_row(0, pages)

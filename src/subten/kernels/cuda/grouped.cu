@@ -78,7 +78,7 @@ struct Product : Sums<Format, NT> {
     static constexpr int AT_ONCE = WIDE ? WARPS : THREADS / STAGE_UNITS;
     static constexpr int COPIES = (COLUMNS + AT_ONCE - 1) / AT_ONCE;
     static_assert(AT_ONCE > 0, "a stage of a token has more units than the block threads");
-    static_assert(!WIDE || (Format::CODES == 16 && WARPS % 4 == 0 && NT % 2 == 0), "not wide");
+    static_assert(!WIDE || (Format::CODES == 16 && WARPS % 4 == 0), "not wide");
 
     u8* stages;
     const u16* x;
