@@ -37,6 +37,7 @@ from subten.kernels.kv_append import (
 )
 from subten.kernels.step import StepTensors
 from subten.kernels.triton_shim import tl, triton_jit
+from subten.kernels.unpack_pages import is_worth_unpacking, unpack_pages
 
 
 def attend(
@@ -51,7 +52,8 @@ def attend(
     """Causal attention of each token over its sequence's pages; returns `out_THD` in q's dtype.
 
     A query at position p sees positions 0..p below `step.kv_len_S`. Query head h reads KV head
-    h * G // H. Decode and prefill, in any mix; one launch, and a merge where pages are split.
+    h * G // H. Decode and prefill, in any mix; one launch, a merge where pages are split, and one
+    before where a query is long: it decodes the pages, and attention reads values.
     A sequence with kv_len 0 (padding) gets zeros; a tile with `tile_seq_Q` -1 is skipped and its
     tokens, like tokens of no tile, are left unwritten.
 
@@ -79,6 +81,9 @@ def attend(
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     if num_tiles == 0 or num_tokens == 0:
         return out_THD
+    table_SP = step.page_table_SP
+    if is_worth_unpacking(fmt, q_THD.dtype, num_kv_heads, step):
+        pages_PGB, fmt, table_SP = unpack_pages(pages_PGB, fmt, step, q_THD.dtype)
     plan = plan_for(q_THD, num_kv_heads, step, _num_sms(q_THD.device))
     is_split = plan.grid_splits > 1
     partials = make_partials(q_THD, plan) if is_split else Partials(out_THD, out_THD)
@@ -92,8 +97,8 @@ def attend(
         pages_PGB,
         pages_PGB.stride(0),
         pages_PGB.stride(1),
-        step.page_table_SP,
-        step.page_table_SP.stride(0),
+        table_SP,
+        table_SP.stride(0),
         codec_tables(fmt.codec, pages_PGB),
         partials.out_THZD,
         partials.lse_THZ,
