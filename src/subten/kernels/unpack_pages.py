@@ -96,7 +96,7 @@ def _numbers(device: torch.device) -> torch.Tensor:
 
 # x = code * scale + zero of each row of each page, rounded to the dtype of the products.
 #
-#   page of (sequence, index), KV head: | K codes | scale | zero | V ... |  ->  | K values | V values |
+#   page of (sequence, index), KV head:  | K codes | scale | zero | V ... |  ->  | K | V |
 #
 # A program takes BLOCK_N rows of K or V. Bytes: the pages once, and 2 * D * itemsize a row written:
 # 2 MB at 512 tokens, 4 KV heads of 128 and bf16, which L2 holds for the tiles that read it.

@@ -1,13 +1,9 @@
 // Tensor cores that read the tokens from shared memory by themselves (`wgmma`): four neighbouring
-// warps at once. For Hopper; on others nothing calls it. The tests replace this file too.
+// warps at once. Only Hopper has it (9.0, compiled as sm_90a). The tests replace this file too.
 #ifndef SUBTEN_WIDE_DEVICE_CUH
 #define SUBTEN_WIDE_DEVICE_CUH
 
 #include "grouped_device.cuh"
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define HAS_WIDE_MMA 1
-#endif
 
 // Columns of 64 inputs, bf16, in shared memory: 128 bytes each, one after another from a multiple of
 // 1024, unit u (16 bytes) of column c at u ^ c % 8. To be moved on 16 inputs at a time.
@@ -22,23 +18,17 @@ INLINE ColumnsAt columns_on(ColumnsAt at, int num_steps) { return at + 2 * num_s
 // What this thread has written to shared memory can be seen by those tensor cores, of the whole
 // block after a barrier.
 INLINE void show_to_wide_mma() {
-#ifdef HAS_WIDE_MMA
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
 }
 
 // Before the first `WideMma` that reads registers which were written since the last one.
 INLINE void begin_wide_mma() {
-#ifdef HAS_WIDE_MMA
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#endif
 }
 
 // All of them have ended.
 INLINE void end_wide_mma() {
-#ifdef HAS_WIDE_MMA
     asm volatile("wgmma.commit_group.sync.aligned;\n\twgmma.wait_group.sync.aligned 0;" ::: "memory");
-#endif
 }
 
 // sum[.][I] += A B, bf16 into FP32: A, 64 rows of 16 inputs, is 16 of each warp, in the registers of
@@ -58,7 +48,6 @@ INLINE void end_wide_mma() {
                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                           \
         }                                                                                        \
     };
-#ifdef HAS_WIDE_MMA
 template <int NT>
 struct WideMma;
 WIDE_MMA(2, "16",
@@ -101,13 +90,6 @@ WIDE_MMA(16, "128",
          "%64, %65, %66, %67", "%68",
          SUM(0), SUM(1), SUM(2), SUM(3), SUM(4), SUM(5), SUM(6), SUM(7), SUM(8), SUM(9),
          SUM(10), SUM(11), SUM(12), SUM(13), SUM(14), SUM(15))
-#else
-template <int NT>
-struct WideMma {
-    template <int I, int ALL>
-    static INLINE void add(float (&)[ALL][2][4], const u32 (&)[4], ColumnsAt) {}
-};
-#endif
 #undef SUM
 #undef WIDE_MMA
 
