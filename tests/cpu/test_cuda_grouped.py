@@ -296,9 +296,11 @@ def test_codes_are_decoded_exactly(weight_format, device):
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("dim", [768, 4096, 14336])
 @pytest.mark.parametrize("num_assignments", [9, 256, 1024, 4096, 65536])
-def test_plans_fit_an_sm(dim, weight_format, num_assignments):
+@pytest.mark.parametrize("has_wide", [False, True])
+def test_plans_fit_an_sm(dim, weight_format, num_assignments, has_wide):
     """The shared memory of its blocks together; a tile for the mean load, or the largest."""
-    plan = plan_grouped(dim, num_assignments, 128, weight_format)
+    plan = plan_grouped(dim, num_assignments, 128, weight_format, has_wide=has_wide)
+    assert plan.wide == (has_wide and weight_format == "fp8" and num_assignments > 2048)
     assert plan.shared_bytes(FORMATS[weight_format], 1024) * plan.blocks <= 226 * 1024
     assert plan.columns >= min(48, num_assignments / 128)
 
@@ -327,7 +329,7 @@ def test_what_the_kernels_do_not_take_goes_to_triton(monkeypatch, randn, generat
 @pytest.mark.usefixtures("kernels", "poisoned")
 def test_experts_takes_the_grouped_path(monkeypatch, randn, generator):
     monkeypatch.setattr(cuda_experts.triton_experts, "experts", refuse_launch)
-    monkeypatch.setattr(cuda_grouped, "plan_grouped", lambda *_: PLANS[1])
+    monkeypatch.setattr(cuda_grouped, "plan_grouped", lambda *_, **__: PLANS[1])
     case = Case(
         randn,
         distinct_ids(generator, 17, 4, 2),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from subten.device import detect
 from subten.kernels.cuda import runtime
 from subten.kernels.cuda.gemv import FLOAT_DTYPES, NUM_SMS, has_rows, is_plain
 from subten.kernels.route import Routing
@@ -107,15 +108,27 @@ LONG_ROW = 4096
 VERY_LONG_ROW = 8192
 
 
+WIDE: Mapping[str, tuple[int, int, int, int]] = {
+    "short rows": (6, 8, 2, 2),
+    "rows": (6, 8, 2, 2),
+}
+"""Case to (tiles, warps, depth, blocks) of wide products, FP8: to be measured."""
+
+SHORT_ROW = 1024
+
+
 def plan_grouped(
-    dim: int, num_assignments: int, num_experts: int, weight_format: str
+    dim: int, num_assignments: int, num_experts: int, weight_format: str, *, has_wide: bool = False
 ) -> GroupedPlan:
     """Plan for rows of `dim` inputs and a mean load: tiles with room for half as much again.
 
     48 tokens hold 99 % of the tiles of 512 tokens of qwen3-30b-a3b, whose load is 32 on average;
-    long rows gain by 64.
+    long rows gain by 64. `has_wide`: whether the device has wide products.
     """
     room = -(-3 * num_assignments // (2 * num_experts))
+    if has_wide and weight_format == "fp8" and room > 16:
+        tiles, warps, depth, blocks = WIDE["short rows" if dim <= SHORT_ROW else "rows"]
+        return GroupedPlan(tiles=tiles, warps=warps, depth=depth, blocks=blocks, wide=True)
     most = 8 if dim >= LONG_ROW else 6
     tiles = next((t for t in (1, 2, 4) if 8 * t >= room), most)
     if tiles == 1:
@@ -155,7 +168,9 @@ def launch_up(
     num_experts, double_hidden, dim = gate_up.shape
     hidden, (num_tokens, top_k) = double_hidden // 2, routing.topk_id_TK.shape
     num_assignments, device = num_tokens * top_k, routing.h_TD.device
-    plan = plan or plan_grouped(dim, num_assignments, num_experts, gate_up.format)
+    plan = plan or plan_grouped(
+        dim, num_assignments, num_experts, gate_up.format, has_wide=_has_wide(device)
+    )
     act_AF = torch.empty(num_assignments, hidden, dtype=torch.bfloat16, device=device)
     num_blocks = _num_blocks(num_assignments, num_experts, hidden, UP_ROWS, plan)
     early_bytes = 0
@@ -203,7 +218,9 @@ def launch_down(
     """
     num_experts, dim, hidden = down.shape
     num_assignments = act_AF.shape[0]
-    plan = plan or plan_grouped(hidden, num_assignments, num_experts, down.format)
+    plan = plan or plan_grouped(
+        hidden, num_assignments, num_experts, down.format, has_wide=_has_wide(act_AF.device)
+    )
     y_AD = torch.empty(num_assignments, dim, dtype=torch.bfloat16, device=act_AF.device)
     runtime.launch(
         "grouped.cu",
@@ -289,6 +306,11 @@ def suits(routing: Routing, gate_up: Weight, down: Weight, residual_TD: torch.Te
         and residual_TD.dtype in FLOAT_DTYPES
         and has_rows(residual_TD)
     )
+
+
+def _has_wide(device: torch.device) -> bool:
+    """Whether four warps can multiply together: Hopper alone, before and after it others can."""
+    return device.type == "cuda" and detect(str(device)).capability == (9, 0)
 
 
 def _num_blocks(
