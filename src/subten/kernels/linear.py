@@ -25,6 +25,9 @@ MAX_ONE_LAUNCH = 16
 """Tokens up to which `linear` is one launch: the rows that a tensor core takes anyway. The same
 tiles serve 1 and 16, so that a token's bits do not depend on how many others there are."""
 
+UNPACK_ROWS = 16
+"""Rows of a program that makes bfloat16 of a weight."""
+
 
 def linear(
     x_TK: torch.Tensor,
@@ -197,7 +200,7 @@ def _unpacked(weight: Weight, rows: slice) -> torch.Tensor:
     w_RK = torch.empty(num_rows, num_in, dtype=weight.dtype, device=codes_RB.device)
     # 16 bytes a thread; a tile of int4 lies within a group.
     block_k = 128 if weight.format == "fp8" else weight.group
-    _unpack_kernel[(triton.cdiv(num_rows, 16), triton.cdiv(num_in, block_k))](
+    _unpack_kernel[(triton.cdiv(num_rows, UNPACK_ROWS), triton.cdiv(num_in, block_k))](
         codes_RB,
         scale_RG,
         w_RK,
@@ -206,7 +209,7 @@ def _unpacked(weight: Weight, rows: slice) -> torch.Tensor:
         K=num_in,
         GROUP=weight.group,
         LOAD_CODES=WEIGHT_FORMATS[weight.format].loader(codes_RB.device),
-        BLOCK_R=16,
+        BLOCK_R=UNPACK_ROWS,
         BLOCK_K=block_k,
         num_warps=4,
     )

@@ -55,6 +55,7 @@ def route_many(
         BLOCK_T=launch.block_t,
         BLOCK_E=launch.block_e,
         BLOCK_D=launch.block_d,
+        PRECISION=launch.precision,
         num_warps=launch.num_warps,
         num_stages=3,
     )
@@ -112,6 +113,7 @@ class ManyLaunch:
     num_slices: int
     pick_block_t: int
     num_warps: int
+    precision: str = "tf32x3"
 
 
 TARGET_PROGRAMS = 132
@@ -171,6 +173,7 @@ def _score_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> None:
     tl.static_assert(SLICE % BLOCK_D == 0)
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -193,7 +196,7 @@ def _score_kernel(
             x * norm_weight.to(tl.float32),
             tl.trans(gate.to(tl.float32)),
             acc=score_TE,
-            input_precision="tf32x3",
+            input_precision=PRECISION,
         )
     row = s.to(tl.int64) * num_tokens + t
     if tl.program_id(1) == 0:
