@@ -83,13 +83,18 @@ def attend(
         return out_THD
     table_SP = step.page_table_SP
     if is_worth_unpacking(fmt, q_THD.dtype, num_kv_heads, step):
-        pages_PGB, fmt, table_SP = unpack_pages(pages_PGB, fmt, step, q_THD.dtype)
+        pages_PGB, fmt, table_SP = unpack_pages(pages_PGB, fmt, step, q_THD.dtype, rotation_DD)
+        rotation_DD = None
     plan = plan_for(q_THD, num_kv_heads, step, _num_sms(q_THD.device))
     is_split = plan.grid_splits > 1
     partials = make_partials(q_THD, plan) if is_split else Partials(out_THD, out_THD)
     constants = tile_constants(q_THD, plan, rotation_DD)
-    # What is looked up in a table is not fetched ahead: each stage would read the table again.
+    # What is looked up in a table is not fetched ahead: each stage would read the table again. Nor
+    # is it in two loops: Triton 3.6 would fetch pages for one that has none. Where it turns queries
+    # too (a codec that is rotated), it gets two loops wrong with one stage as well.
     is_looked_up = fmt.codec.tables is not None and step.max_query_len == 1
+    has_whole = step.max_query_len > 1 and rotation_DD is None
+    num_stages = 1 if is_looked_up or has_whole else plan.num_stages
     _attend_kernel[(num_tiles, num_kv_heads * plan.head_blocks, plan.grid_splits)](
         *tile_args(step, plan),
         q_THD,
@@ -114,9 +119,11 @@ def attend(
         BLOCK_H=plan.block_heads,
         BLOCK_M=plan.block_rows,
         IS_SPLIT=is_split,
+        HAS_WHOLE=has_whole,
+        LOOP_STAGES=num_stages,
         **constants,
         num_warps=plan.num_warps,
-        num_stages=1 if is_looked_up else plan.num_stages,
+        num_stages=num_stages,
     )
     if is_split:
         merge(partials, out_THD, step, plan, constants)
@@ -297,6 +304,8 @@ def _attend_kernel(
     PAGE: tl.constexpr,
     STAGES: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    HAS_WHOLE: tl.constexpr,
+    LOOP_STAGES: tl.constexpr,
 ) -> None:
     tl.static_assert(BLOCK_M >= 16 and BLOCK_M >= TILE_TOKENS * BLOCK_H and BLOCK_D >= HEAD_DIM)
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
@@ -341,15 +350,16 @@ def _attend_kernel(
     acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     table_ptr = page_table_ptr + seq.to(tl.int64) * page_table_stride
     last_page = tl.minimum(first_page + pages_per_split, num_pages)
-    # Pages that every row of the tile sees whole come first, and need no mask.
-    least_keys = tl.minimum(tl.load(position_ptr + tile_start).to(tl.int32) + 1, num_keys)
-    whole_page = tl.maximum(first_page, tl.minimum(least_keys // PAGE, last_page))
-    for is_rest in tl.static_range(2):
-        # One stage: with two, Triton 3.6 gave wrong sums and read out of bounds with int4.
+    whole_page = first_page
+    if HAS_WHOLE:
+        # Pages that every row of the tile sees whole come first, and need no mask.
+        least_keys = tl.minimum(tl.load(position_ptr + tile_start).to(tl.int32) + 1, num_keys)
+        whole_page = tl.maximum(first_page, tl.minimum(least_keys // PAGE, last_page))
+    for is_rest in tl.static_range(0 if HAS_WHOLE else 1, 2):
         for index in tl.range(
             whole_page if is_rest else first_page,
             last_page if is_rest else whole_page,
-            num_stages=1,
+            num_stages=LOOP_STAGES,
         ):
             max_M, sum_M, zero_M, acc_MD = _attend_page(
                 q_MD,

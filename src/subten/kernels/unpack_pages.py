@@ -12,7 +12,7 @@ import torch
 
 from subten.codecs import KVFormat, kv_format
 from subten.core import PAGE_SIZE
-from subten.kernels.kv_append import codec_tables
+from subten.kernels.kv_append import codec_tables, rotate_rows, rotation_stages
 from subten.kernels.step import StepTensors
 from subten.kernels.triton_shim import tl, triton_jit
 
@@ -43,9 +43,13 @@ def is_worth_unpacking(
 
 
 def unpack_pages(
-    pages_PGB: torch.Tensor, fmt: KVFormat, step: StepTensors, dtype: torch.dtype
+    pages_PGB: torch.Tensor,
+    fmt: KVFormat,
+    step: StepTensors,
+    dtype: torch.dtype,
+    rotation_DD: torch.Tensor | None,
 ) -> tuple[torch.Tensor, KVFormat, torch.Tensor]:
-    """The sequences' pages in order as `dtype`, still rotated, and their format; one launch.
+    """The sequences' pages in order as `dtype`, turned back, and their format; one launch.
 
     Also the page table that goes with them, [S, P]. Rows past a sequence's keys are zero as far as
     its last page; pages after that are not written.
@@ -82,6 +86,7 @@ def unpack_pages(
         BLOCK_D=1 << (fmt.head_dim - 1).bit_length(),
         BLOCK_N=BLOCK_ROWS,
         PAGE=PAGE_SIZE,
+        STAGES=rotation_stages(rotation_DD),
         num_warps=4,
     )
     table = _numbers(pages_PGB.device)[: len(plain_PGB)]
@@ -94,7 +99,8 @@ def _numbers(device: torch.device) -> torch.Tensor:
     return torch.arange(MAX_BYTES // (PAGE_SIZE * 2 * 2), dtype=torch.int32, device=device)
 
 
-# x = code * scale + zero of each row of each page, rounded to the dtype of the products.
+# x = (code * scale + zero) R of each row of each page, rounded to the dtype of the products; R is
+# its own inverse.
 #
 #   page of (sequence, index), KV head:  | K codes | scale | zero | V ... |  ->  | K | V |
 #
@@ -126,6 +132,7 @@ def _unpack_pages_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
     PARTS: tl.constexpr = PAGE // BLOCK_N
     at = tl.program_id(0) // PARTS
@@ -150,7 +157,7 @@ def _unpack_pages_kernel(
             page, row_N, mask_N, tables_ptr, V_CODES, V_SCALE, V_ZERO, HEAD_DIM, BLOCK_D
         )
         to += TO_V
-    x_ND = code_ND * scale_N[:, None] + zero_N[:, None]
+    x_ND = rotate_rows(code_ND * scale_N[:, None] + zero_N[:, None], STAGES)
     d = tl.arange(0, BLOCK_D)
     mask_ND = (row_N >= 0)[:, None] & (d < HEAD_DIM)[None, :]
     to_ND = to + row_N[:, None] * HEAD_DIM + d[None, :]
