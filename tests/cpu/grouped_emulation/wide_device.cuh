@@ -1,5 +1,6 @@
 // The names of src/subten/kernels/cuda/wide_device.cuh on a CPU, by their own formulas: where a
-// descriptor's layout (PTX ISA, wgmma, K-major, 128-byte swizzle) puts an element.
+// descriptor's layout (PTX ISA, wgmma, K-major, 128-byte swizzle) puts an element. Products are done
+// when they are asked for.
 #ifndef SUBTEN_WIDE_DEVICE_CUH
 #define SUBTEN_WIDE_DEVICE_CUH
 
@@ -33,6 +34,8 @@ inline float element(ColumnsAt at, int k, int column) {
 inline void show_to_wide_mma() {}
 inline void begin_wide_mma() { emulation::is_begun[emulation::current] = true; }
 inline void end_wide_mma() { emulation::is_begun[emulation::current] = false; }
+template <int NEWEST>
+void wait_wide_mma() {}
 
 template <int NT>
 struct WideMma {

@@ -154,9 +154,20 @@ struct Product : Sums<Format, NT> {
     }
 
     INLINE void run(Cursor<Format>& cursor, int num_columns) {
-        const int lane = thread % WARP, num_chunks = (num_blocks + DEPTH - 1) / DEPTH;
-        this->clear();
         const int num_tiles = (num_columns + 7) / 8;
+        this->clear();
+        // Few sizes of wide products, as each is a loop to fetch.
+        if (WIDE && NT > 6 && num_tiles <= 4)
+            run_chunks<(NT < 4 ? NT : 4)>(cursor, num_tiles);
+        else if (WIDE && NT > 8 && num_tiles <= 8)
+            run_chunks<(NT < 8 ? NT : 8)>(cursor, num_tiles);
+        else
+            run_chunks<NT>(cursor, num_tiles);
+    }
+
+    template <int TILES>
+    INLINE void run_chunks(Cursor<Format>& cursor, int num_tiles) {
+        const int lane = thread % WARP, num_chunks = (num_blocks + DEPTH - 1) / DEPTH;
         const u8* own = stages + lane / 4 * ROW_BYTES + lane % 4 * 16;
         int stage = 0;
         for (int chunk = 0; chunk < num_chunks; ++chunk) {
@@ -171,8 +182,7 @@ struct Product : Sums<Format, NT> {
                 if (s >= left) break;
                 const bool has_next = s + DEPTH < left;
                 if constexpr (WIDE) {
-                    const ColumnsAt b = columns_at(shared_at(stages) + stage + s * WIDE_BYTES);
-                    multiply_wide(ring[s], b, num_tiles, [&] {
+                    multiply_wide<TILES>(ring[s], shared_at(stages) + stage + s * WIDE_BYTES, [&] {
                         if (has_next) cursor.load(ring[s]);
                     });
                 } else {
@@ -180,45 +190,35 @@ struct Product : Sums<Format, NT> {
                     if (has_next) cursor.load(ring[s]);
                 }
             }
+            if constexpr (WIDE) wait_wide_mma<0>();
             stage = stage < (NUM_STAGES - 1) * STAGE_BYTES ? stage + STAGE_BYTES : 0;
         }
     }
 
+    // While the products of one step of 16 inputs run, the weights of the next are decoded.
     // `when_read`: once nobody needs `block` any more.
-    template <class WhenRead>
-    INLINE void multiply_wide(const Block<Format>& block, ColumnsAt columns, int num_tiles,
-                              WhenRead when_read) {
+    template <int TILES, class WhenRead>
+    INLINE void multiply_wide(const Block<Format>& block, SharedAt tokens, WhenRead when_read) {
+        const ColumnsAt columns = columns_at(tokens);
+        u32 a[2][2][4];  // [step][mma]
 #pragma unroll
-        for (int unit = 0; unit < UNITS; ++unit) {
-            u32 a[2][2][4];  // [step][mma]
+        for (int step = 0; step < 2 * UNITS; ++step) {
+            u32(&now)[2][4] = a[step % 2];
+            wait_wide_mma<1>();
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int mma = i / 2, high = i % 2;
                 u32 pair[4];
-                Format::pairs(pair, block.codes[mma][high], unit);
-#pragma unroll
-                for (int j = 0; j < 4; ++j) a[j / 2][mma][j % 2 * 2 + high] = pair[j];
+                Format::pairs(pair, block.codes[mma][high], step / 2);
+                now[mma][high] = pair[step % 2 * 2];
+                now[mma][high + 2] = pair[step % 2 * 2 + 1];
             }
+            if (step == 2 * UNITS - 1) when_read();
             begin_wide_mma();
-            // Few sizes, as each is code to fetch.
-            if (NT > 4 && num_tiles <= 4)
-                add_wide<(NT < 4 ? NT : 4)>(a, columns, unit);
-            else if (NT > 8 && num_tiles <= 8)
-                add_wide<(NT < 8 ? NT : 8)>(a, columns, unit);
-            else
-                add_wide<NT>(a, columns, unit);
-            if (unit == UNITS - 1) when_read();
+            const ColumnsAt b = columns_on(columns, step);
+            WideMma<TILES>::template add<0>(sum, now[0], b);
+            WideMma<TILES>::template add<1>(sum, now[1], b);
             end_wide_mma();
-        }
-    }
-
-    template <int TILES>
-    INLINE void add_wide(const u32 (&a)[2][2][4], ColumnsAt columns, int unit) {
-#pragma unroll
-        for (int step = 0; step < 2; ++step) {
-            const ColumnsAt b = columns_on(columns, unit * 2 + step);
-            WideMma<TILES>::template add<0>(sum, a[step][0], b);
-            WideMma<TILES>::template add<1>(sum, a[step][1], b);
         }
     }
 };

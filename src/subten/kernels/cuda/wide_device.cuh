@@ -26,9 +26,13 @@ INLINE void begin_wide_mma() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// All of them have ended.
-INLINE void end_wide_mma() {
-    asm volatile("wgmma.commit_group.sync.aligned;\n\twgmma.wait_group.sync.aligned 0;" ::: "memory");
+// Those since the last end are a group.
+INLINE void end_wide_mma() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// All groups but the newest NEWEST have ended.
+template <int NEWEST>
+INLINE void wait_wide_mma() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(NEWEST) : "memory");
 }
 
 // sum[.][I] += A B, bf16 into FP32: A, 64 rows of 16 inputs, is 16 of each warp, in the registers of
