@@ -63,7 +63,9 @@ struct Tiles {
 // the numbers 2 t, 2 t + 1 and 2 t + 8, 2 t + 9 of the step's sixteen.
 //
 //   inputs 2 i and 2 i + 1 (4 bytes) of a token:  word i / 8 of unit i % 8
-template <class Format, int NT, int WARPS, int DEPTH, bool WIDE>
+//
+// With IN_PLACE they lie like that in memory already; without, copies put them there, 4 bytes each.
+template <class Format, int NT, int WARPS, int DEPTH, bool WIDE, bool IN_PLACE>
 struct Product : Sums<Format, NT> {
     using Sums<Format, NT>::UNITS;
     using Sums<Format, NT>::BLOCK_BYTES;
@@ -74,8 +76,9 @@ struct Product : Sums<Format, NT> {
                                      (DEPTH * BLOCK_BYTES % 128 ? 128 : 0);
     static constexpr int WIDE_BYTES = COLUMNS * 128;  // 64 inputs of all tokens
     static constexpr int STAGE_BYTES = WIDE ? DEPTH * WIDE_BYTES : COLUMNS * ROW_BYTES;
-    // Tokens that all threads copy at once, a unit each, or with WIDE two inputs.
-    static constexpr int AT_ONCE = WIDE ? WARPS : THREADS / STAGE_UNITS;
+    static constexpr bool IN_PAIRS = WIDE && !IN_PLACE;
+    // Tokens that all threads copy at once, a unit each, or two inputs.
+    static constexpr int AT_ONCE = IN_PAIRS ? WARPS : THREADS / STAGE_UNITS;
     static constexpr int COPIES = (COLUMNS + AT_ONCE - 1) / AT_ONCE;
     static_assert(AT_ONCE > 0, "a stage of a token has more units than the block threads");
     static_assert(!WIDE || (Format::CODES == 16 && WARPS % 4 == 0), "not wide");
@@ -103,8 +106,8 @@ struct Product : Sums<Format, NT> {
     // still read the stages.
     template <class RowOf>
     INLINE void copy_first(int num_columns, RowOf row_of) {
-        const int own_column = WIDE ? thread / WARP : thread / STAGE_UNITS;
-        const int own_unit = WIDE ? 0 : thread % STAGE_UNITS;
+        const int own_column = IN_PAIRS ? thread / WARP : thread / STAGE_UNITS;
+        const int own_unit = IN_PAIRS ? 0 : thread % STAGE_UNITS;
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
             const int column = own_column + i * AT_ONCE;
@@ -117,7 +120,7 @@ struct Product : Sums<Format, NT> {
     }
 
     INLINE void copy() {
-        if constexpr (WIDE)
+        if constexpr (IN_PAIRS)
             copy_pairs();
         else
             copy_units();
@@ -127,14 +130,17 @@ struct Product : Sums<Format, NT> {
     }
 
     INLINE void copy_units() {
-        const int own_unit = thread % STAGE_UNITS;
+        const int own_column = thread / STAGE_UNITS, own_unit = thread % STAGE_UNITS;
         if (copied + own_unit >= units) return;
-        const SharedAt to = shared_at(stages) + thread / STAGE_UNITS * ROW_BYTES +
-                            this->unit_byte(own_unit) + into;
 #pragma unroll
-        for (int i = 0; i < COPIES; ++i)
+        for (int i = 0; i < COPIES; ++i) {
+            const int column = own_column + i * AT_ONCE;
+            const int at = WIDE ? own_unit / 8 * WIDE_BYTES + column * 128 +
+                                      (own_unit % 8 ^ column % 8) * 16
+                                : column * ROW_BYTES + this->unit_byte(own_unit);
             if (from[i] >= 0)
-                copy16(to + i * (AT_ONCE * ROW_BYTES), x + (i64)(from[i] + copied) * 8);
+                copy16(shared_at(stages) + at + into, x + (i64)(from[i] + copied) * 8);
+        }
     }
 
     INLINE void copy_pairs() {
@@ -261,7 +267,8 @@ INLINE void store_pair(u16* to, float low, float high) {
     *reinterpret_cast<u32*>(to) = pack_bf16(low, high);
 }
 
-// act[p] = silu(gate_e h[order[p] / K]) * up_e h[order[p] / K], bf16 [A, F].
+// act[p] = silu(gate_e h[order[p] / K]) * up_e h[order[p] / K], bf16 [A, F]; with `is_act_wide` every
+// 64 features in the order in which wide products take them (`Product`).
 //
 //   lane 4g + t of a warp with features f .. f + 15:  gate and up rows f + 2g and f + 2g + 1
 //
@@ -276,9 +283,9 @@ template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE>
 __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_up_kernel(const u8* codes, const void* scale, const u16* h, const int* start,
                       const int* order, u16* act, int num_experts, int top_k, int dim,
-                      int hidden, int early_bytes) {
+                      int hidden, int early_bytes, int is_act_wide) {
     DYNAMIC_SHARED(dynamic_shared);
-    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE>;
+    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, false>;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     // While experts are chosen, and nothing else reads memory: where each will have tokens, these
     // are about the rows that the first items take.
@@ -340,6 +347,8 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
                               [&](int column) { return next_aside.ids[column] / top_k; });
         }
         const int own_feature = feature_of(tile), feature = own_feature + lane / 4 * 2;
+        const int pair = feature % 64 / 2;
+        const int place = is_act_wide ? feature - feature % 64 + pair % 8 * 8 + pair / 8 * 2 : feature;
         float row_scale[2][2] = {{1, 1}, {1, 1}};
         if constexpr (Format::HAS_ROW_SCALE) {
             const float* own_scale = aside.scales() + warp * WARP + lane / 4 * 2;
@@ -357,14 +366,15 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
                 const float up = tokens.sum[c / 2][i][c % 2 + 2] * Format::UNIT * row_scale[i][1];
                 value[i] = gate * rough_reciprocal(1.0f + exponential(-gate)) * up;
             }
-            store_pair(act + (i64)(tile.first + column) * hidden + feature, value[0], value[1]);
+            store_pair(act + (i64)(tile.first + column) * hidden + place, value[0], value[1]);
         }
         if (!has_next) return;
         tile = next;
     }
 }
 
-// y[order[p]] = down_e act[p], bf16 [A, D], back at the place of the assignment.
+// y[order[p]] = down_e act[p], bf16 [A, D], back at the place of the assignment. Wide products take
+// `act` as `grouped_up_kernel` leaves it for them.
 //
 //   lane 4g + t of a warp with rows d .. d + 31:  rows d + 4g .. d + 4g + 3, one after another
 //
@@ -376,7 +386,7 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
                         const int* order, u16* y, int num_experts, int dim, int hidden,
                         int has_early_starts) {
     DYNAMIC_SHARED(dynamic_shared);
-    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE>;
+    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, true>;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     launch_dependents();
     // Starts and weights may be read here if the kernel before is `grouped_up_kernel`, which lets

@@ -156,21 +156,35 @@ def grouped(
     The output of each expert is rounded to bfloat16, as its hidden activation is; sums are FP32 in
     a fixed order. `suits` says what it takes.
     """
-    act_AF = launch_up(routing, gate_up, plan=up_plan, pdl=pdl)
+    num_assignments, num_experts = routing.topk_id_TK.numel(), gate_up.shape[0]
+    has_wide = _has_wide(residual_TD.device)
+    up_plan, down_plan = (
+        plan
+        or plan_grouped(
+            weight.shape[2], num_assignments, num_experts, weight.format, has_wide=has_wide
+        )
+        for plan, weight in ((up_plan, gate_up), (down_plan, down))
+    )
+    act_AF = launch_up(routing, gate_up, plan=up_plan, is_act_wide=down_plan.wide, pdl=pdl)
     y_AD = launch_down(routing, act_AF, down, plan=down_plan, pdl=pdl)
     return launch_combine(routing, y_AD, residual_TD=residual_TD, pdl=pdl)
 
 
 def launch_up(
-    routing: Routing, gate_up: Weight, *, plan: GroupedPlan | None = None, pdl: bool = True
+    routing: Routing,
+    gate_up: Weight,
+    *,
+    plan: GroupedPlan,
+    is_act_wide: bool = False,
+    pdl: bool = True,
 ) -> torch.Tensor:
-    """silu(gate h) * (up h) by position in the order: bfloat16 [A, F]; one launch."""
+    """silu(gate h) * (up h) by position in the order: bfloat16 [A, F]; one launch.
+
+    With `is_act_wide` every 64 features are in the order that wide products of `launch_down` take.
+    """
     num_experts, double_hidden, dim = gate_up.shape
     hidden, (num_tokens, top_k) = double_hidden // 2, routing.topk_id_TK.shape
     num_assignments, device = num_tokens * top_k, routing.h_TD.device
-    plan = plan or plan_grouped(
-        dim, num_assignments, num_experts, gate_up.format, has_wide=_has_wide(device)
-    )
     act_AF = torch.empty(num_assignments, hidden, dtype=torch.bfloat16, device=device)
     num_blocks = _num_blocks(num_assignments, num_experts, hidden, UP_ROWS, plan)
     early_bytes = 0
@@ -195,6 +209,7 @@ def launch_up(
             dim,
             hidden,
             early_bytes,
+            int(is_act_wide),
         ),
         device=device,
         shared_bytes=plan.shared_bytes(FORMATS[gate_up.format], num_experts),
@@ -208,7 +223,7 @@ def launch_down(
     act_AF: torch.Tensor,
     down: Weight,
     *,
-    plan: GroupedPlan | None = None,
+    plan: GroupedPlan,
     pdl: bool = True,
 ) -> torch.Tensor:
     """down act of each assignment, at its own place: bfloat16 [A, D]; one launch.
@@ -218,9 +233,6 @@ def launch_down(
     """
     num_experts, dim, hidden = down.shape
     num_assignments = act_AF.shape[0]
-    plan = plan or plan_grouped(
-        hidden, num_assignments, num_experts, down.format, has_wide=_has_wide(act_AF.device)
-    )
     y_AD = torch.empty(num_assignments, dim, dtype=torch.bfloat16, device=act_AF.device)
     runtime.launch(
         "grouped.cu",
