@@ -279,13 +279,14 @@ INLINE void store_pair(u16* to, float low, float high) {
 // FP8, 512 tokens of qwen3-30b-a3b: 403 MB, 90 us at 4.5 TB/s. For 128 inputs a warp has 434
 // instructions (SASS, 48 tokens; 96 of them `mma`), and its share of the memory's time is 820
 // cycles.
-template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE>
+template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE,
+          bool IN_PLACE = false>
 __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_up_kernel(const u8* codes, const void* scale, const u16* h, const int* start,
                       const int* order, u16* act, int num_experts, int top_k, int dim,
                       int hidden, int early_bytes, int is_act_wide) {
     DYNAMIC_SHARED(dynamic_shared);
-    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, false>;
+    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, IN_PLACE>;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     // While experts are chosen, and nothing else reads memory: where each will have tokens, these
     // are about the rows that the first items take.
