@@ -6,6 +6,7 @@ Letters: T tokens of the chunk, Q query tiles, S sequences (here 1), V vocabular
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,10 @@ from subten.engine.graph_inputs import (
 from subten.engine.scheduler import BAD_LOGITS
 from subten.kernels.step import QUERY_TILE, StepTensors
 
+CUT_LAYERS = (2, 8)
+"""Layers at which a chunk's graph is cut: to launch all of 48 layers takes the host 0.3 to 0.6 ms,
+in which the device would wait (benchmarks/plans/h200-prompt.json)."""
+
 CHUNK_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Tokens that chunks are padded to: at most a third of a chunk above 64 is padding."""
 
@@ -49,12 +54,14 @@ class PrefillGraphs:
         sample: Callable[..., Any],
         max_model_len: int,
         device: torch.device,
-        capture: Callable[[Step], Step] = capture_cuda_graph,
+        capture: Callable[..., Step] = capture_cuda_graph,
     ) -> None:
         self._model = model
         self._pool = pool
         self._sample = sample
-        self._capture = capture
+        layers = getattr(model, "layers", ())
+        cuts = [layers[i] for i in CUT_LAYERS if i < len(layers)]
+        self._capture = functools.partial(capture, cuts=cuts) if cuts else capture
         self._max_model_len = max_model_len
         self._seen: set[tuple[int, int]] = set()
         self._replays: dict[tuple[int, int], Step] = {}
