@@ -19,7 +19,6 @@ from subten.core import PAGE_SIZE, BatchItem
 from subten.engine.graph_inputs import (
     SAMPLING_LAYOUT,
     Inputs,
-    PageTable,
     Step,
     capture_cuda_graph,
     fill_sampling,
@@ -73,6 +72,7 @@ class PrefillGraphs:
                 "slot_T": ("int64", (most,)),
                 "logit_row_S": ("int64", (1,)),
                 "kv_len_S": ("int32", (1,)),
+                "page_table_SP": ("int32", (1, math.ceil(max_model_len / PAGE_SIZE))),
                 "query_start_S1": ("int32", (2,)),
                 "tile_seq_Q": ("int32", (most // QUERY_TILE,)),
                 **{name: (dtype, (1,)) for name, dtype in SAMPLING_LAYOUT.items()},
@@ -80,7 +80,6 @@ class PrefillGraphs:
             },
             device,
         )
-        self._page_table = PageTable(1, math.ceil(max_model_len / PAGE_SIZE), device)
         self._tile_start_Q = torch.arange(0, most, QUERY_TILE, dtype=torch.int32, device=device)
 
     def takes(self, item: BatchItem) -> bool:
@@ -118,7 +117,7 @@ class PrefillGraphs:
             token_id_T=inputs["token_id_T"][:size],
             position_T=inputs["position_T"][:size],
             slot_T=inputs["slot_T"][:size],
-            page_table_SP=self._page_table.device,
+            page_table_SP=inputs["page_table_SP"],
             kv_len_S=inputs["kv_len_S"],
             query_start_S1=inputs["query_start_S1"],
             tile_seq_Q=inputs["tile_seq_Q"][: size // QUERY_TILE],
@@ -149,10 +148,13 @@ class PrefillGraphs:
             host["token_id_T"][:num_tokens] = sequence.token_ids[item.start : end]
             position_T = np.arange(item.start, end)
             host["position_T"][:num_tokens] = position_T
-            page_T = np.asarray(pages, dtype=np.int64)[position_T // PAGE_SIZE]
-            host["slot_T"][:num_tokens] = page_T * PAGE_SIZE + position_T % PAGE_SIZE
+            page_P = np.asarray(pages, dtype=np.int64)
+            host["slot_T"][:num_tokens] = (
+                page_P[position_T // PAGE_SIZE] * PAGE_SIZE + position_T % PAGE_SIZE
+            )
             host["kv_len_S"][0] = end
             fill_sampling(host, 0, sequence, sequence.num_output)
-            self._page_table.set_row(0, pages)
+            # What lies beyond them is never read.
+            host["page_table_SP"][0, : len(pages)] = page_P
         self._pool.fill_chunk(host, None if item is None else span_of(item))
         self._inputs.upload()

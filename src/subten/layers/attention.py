@@ -80,7 +80,7 @@ class Attention(nn.Module):
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q_THD, k_TGD, v_TGD = qkv_THD.split(heads, dim=1)
         # Attention leaves the memory idle.
-        beside = self.output.unpack_beside(num_tokens)
+        self.output.unpack_beside(num_tokens)
         out_THD = self.ops.append_attend(
             q_THD,
             k_TGD,
@@ -96,4 +96,4 @@ class Attention(nn.Module):
             eps=self.norm_eps,
         )
         out_TN = out_THD.reshape(num_tokens, -1)
-        return self.output(out_TN, residual_TN=x_TD, beside=beside)  # type: ignore[no-any-return]
+        return self.output(out_TN, residual_TN=x_TD)  # type: ignore[no-any-return]

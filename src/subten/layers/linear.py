@@ -58,6 +58,7 @@ class Linear(nn.Module):
         self.ops = ops
         self.weight = spec.weight(out_features, in_features, name=name)
         self.bias = spec.empty(out_features) if has_bias else None
+        self._beside: Beside | None = None
 
     def forward(
         self,
@@ -66,12 +67,9 @@ class Linear(nn.Module):
         norm_weight_K: torch.Tensor | None = None,
         eps: float = 0.0,
         residual_TN: torch.Tensor | None = None,
-        beside: Beside | None = None,
     ) -> torch.Tensor:
-        """x_TK [T, K] -> [T, N], in the residual's dtype or the layer's; see `kernels.linear`.
-
-        `beside` is what `unpack_beside` has started for this call, if anything.
-        """
+        """x_TK [T, K] -> [T, N], in the residual's dtype or the layer's; see `kernels.linear`."""
+        beside, self._beside = self._beside, None
         return self.ops.linear(  # type: ignore[no-any-return]
             x_TK,
             self.weight if beside is None else beside.take(),
@@ -81,6 +79,6 @@ class Linear(nn.Module):
             residual_TN=residual_TN,
         )
 
-    def unpack_beside(self, num_tokens: int) -> Beside | None:
-        """Start on the weight for a call of so many tokens, where that runs beside other work."""
-        return unpack_beside(self.weight, num_tokens)
+    def unpack_beside(self, num_tokens: int) -> None:
+        """Start on the weight for the next call, where that can run beside other work."""
+        self._beside = unpack_beside(self.weight, num_tokens)

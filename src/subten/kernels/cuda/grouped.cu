@@ -65,7 +65,7 @@ struct Tiles {
 //   inputs 2 i and 2 i + 1 (4 bytes) of a token:  word i / 8 of unit i % 8
 //
 // With IN_PLACE they lie like that in memory already; without, copies put them there, 4 bytes each.
-template <class Format, int NT, int WARPS, int DEPTH, bool WIDE, bool IN_PLACE>
+template <class Format, int NT, int WARPS, int DEPTH, bool WIDE, bool IN_PLACE, int TRY>
 struct Product : Sums<Format, NT> {
     using Sums<Format, NT>::UNITS;
     using Sums<Format, NT>::BLOCK_BYTES;
@@ -163,7 +163,7 @@ struct Product : Sums<Format, NT> {
         const int num_tiles = (num_columns + 7) / 8;
         this->clear();
         // Few sizes of wide products, as each is a loop to fetch.
-        if (WIDE && NT > 6 && num_tiles <= 4)
+        if (WIDE && NT > (TRY ? 4 : 6) && num_tiles <= 4)
             run_chunks<(NT < 4 ? NT : 4)>(cursor, num_tiles);
         else if (WIDE && NT > 8 && num_tiles <= 8)
             run_chunks<(NT < 8 ? NT : 8)>(cursor, num_tiles);
@@ -206,24 +206,27 @@ struct Product : Sums<Format, NT> {
     template <int TILES, class WhenRead>
     INLINE void multiply_wide(const Block<Format>& block, SharedAt tokens, WhenRead when_read) {
         const ColumnsAt columns = columns_at(tokens);
+        constexpr int TOGETHER = TRY == 2 ? 2 : 1;  // steps
         u32 a[2][2][4];  // [step][mma]
 #pragma unroll
-        for (int step = 0; step < 2 * UNITS; ++step) {
-            u32(&now)[2][4] = a[step % 2];
-            wait_wide_mma<1>();
+        for (int first = 0; first < 2 * UNITS; first += TOGETHER) {
+            wait_wide_mma<2 - TOGETHER>();
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int mma = i / 2, high = i % 2;
+            for (int i = 0; i < 4 * TOGETHER; ++i) {
+                const int step = first + i / 4, mma = i / 2 % 2, high = i % 2;
                 u32 pair[4];
                 Format::pairs(pair, block.codes[mma][high], step / 2);
-                now[mma][high] = pair[step % 2 * 2];
-                now[mma][high + 2] = pair[step % 2 * 2 + 1];
+                a[step % 2][mma][high] = pair[step % 2 * 2];
+                a[step % 2][mma][high + 2] = pair[step % 2 * 2 + 1];
             }
-            if (step == 2 * UNITS - 1) when_read();
+            if (first + TOGETHER == 2 * UNITS) when_read();
             begin_wide_mma();
-            const ColumnsAt b = columns_on(columns, step);
-            WideMma<TILES>::template add<0>(sum, now[0], b);
-            WideMma<TILES>::template add<1>(sum, now[1], b);
+#pragma unroll
+            for (int step = first; step < first + TOGETHER; ++step) {
+                const ColumnsAt b = columns_on(columns, step);
+                WideMma<TILES>::template add<0>(sum, a[step % 2][0], b);
+                WideMma<TILES>::template add<1>(sum, a[step % 2][1], b);
+            }
             end_wide_mma();
         }
     }
@@ -280,13 +283,13 @@ INLINE void store_pair(u16* to, float low, float high) {
 // instructions (SASS, 48 tokens; 96 of them `mma`), and its share of the memory's time is 820
 // cycles.
 template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE,
-          bool IN_PLACE = false>
+          bool IN_PLACE = false, int TRY = 0>
 __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_up_kernel(const u8* codes, const void* scale, const u16* h, const int* start,
                       const int* order, u16* act, int num_experts, int top_k, int dim,
                       int hidden, int early_bytes, int is_act_wide) {
     DYNAMIC_SHARED(dynamic_shared);
-    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, IN_PLACE>;
+    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, IN_PLACE, TRY>;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     // While experts are chosen, and nothing else reads memory: where each will have tokens, these
     // are about the rows that the first items take.
@@ -381,13 +384,14 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
 //
 // Bytes: D rows of weights for each expert with tokens, A * F * 2 from L2 for each part of the
 // rows, A * D * 2 of y.
-template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE>
+template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE,
+          int TRY = 0>
 __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_down_kernel(const u8* codes, const void* scale, const u16* act, const int* start,
                         const int* order, u16* y, int num_experts, int dim, int hidden,
                         int has_early_starts) {
     DYNAMIC_SHARED(dynamic_shared);
-    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, true>;
+    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, true, TRY>;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     launch_dependents();
     // Starts and weights may be read here if the kernel before is `grouped_up_kernel`, which lets
