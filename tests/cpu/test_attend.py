@@ -19,6 +19,7 @@ from subten.codecs.rotation import hadamard
 from subten.core import PAGE_SIZE
 from subten.kernels import attend as attend_module
 from subten.kernels import attend_plan
+from subten.kernels import unpack_pages as unpack_pages_module
 from subten.kernels.attend import attend, attend_torch, read_pages
 from subten.kernels.attend_tiles import _signs, turn_results
 from subten.kernels.kv_append import kv_append_torch
@@ -266,6 +267,31 @@ def test_op_matches_dense_in_bf16(
     scene = make_scene(randn, codec, head_dim, num_kv_heads=2, lengths=LENGTHS)
     q_THD = randn(sum(num_new), 2 * group, head_dim, dtype=torch.bfloat16)
     check(scene, q_THD, num_new, twin_only=False)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("codec", CODECS)
+def test_pages_decoded_first(
+    randn: Randn, device: torch.device, monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    """As a step of a long query has them: several sequences, pages that are not full, and padding.
+
+    The pages that no key fills hold NaN, or what the allocator left.
+    """
+    monkeypatch.setattr(unpack_pages_module, "MIN_QUERIES", 2)
+    is_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if is_gpu else torch.float32
+    head_dim, group = (128, 8) if is_gpu else (48, 2)
+    scene = make_scene(randn, codec, head_dim, num_kv_heads=2, lengths=[65, 3, 130])
+    num_new = [18, 1, 64 if is_gpu else 2]
+    launched = []
+    monkeypatch.setattr(
+        attend_module,
+        "unpack_pages",
+        lambda *args: launched.append(args) or unpack_pages_module.unpack_pages(*args),
+    )
+    check(scene, randn(sum(num_new), 2 * group, head_dim, dtype=dtype), num_new, twin_only=False)
+    assert bool(launched) == (codec not in ("fp32", "bf16"))
 
 
 @pytest.mark.triton

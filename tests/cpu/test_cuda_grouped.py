@@ -37,6 +37,13 @@ PLANS = [
 ]
 """What the emulator holds: one warp and more, some without rows, rings of 1, 2 and 3."""
 
+WIDE_PLANS = [
+    GroupedPlan(tiles=2, warps=4, depth=3, blocks=1, wide=True),
+    GroupedPlan(tiles=4, warps=4, depth=2, blocks=1, wide=True),
+    GroupedPlan(tiles=6, warps=8, depth=1, blocks=1, wide=True),
+]
+"""And these, of FP8: tensor cores that read the tokens; the third has warps without rows."""
+
 LARGE = GroupedPlan(tiles=4, warps=2, depth=2, blocks=1)
 """So does it this one: two pairs of tiles, one of which most loads leave out."""
 
@@ -144,6 +151,23 @@ def test_grouped_is_the_formula(randn, generator, weight_format, plan):
         hidden=hidden,
         weight_format=weight_format,
         residual_dtype=torch.float32 if plan.warps % 2 else torch.bfloat16,
+    )
+    case.check(case.run(plan))
+
+
+@pytest.mark.parametrize("plan", WIDE_PLANS, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 33])
+@pytest.mark.usefixtures("kernels", "poisoned")
+def test_wide_products(randn, generator, num_tokens, plan):
+    """Full tiles and one more token, experts without any, inputs that end within a stage."""
+    case = Case(
+        randn,
+        distinct_ids(generator, num_tokens, 3, 2) * 2,
+        E=5,
+        D=320,
+        hidden=192,
+        weight_format="fp8",
+        residual_dtype=torch.float32,
     )
     case.check(case.run(plan))
 
@@ -272,9 +296,11 @@ def test_codes_are_decoded_exactly(weight_format, device):
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("dim", [768, 4096, 14336])
 @pytest.mark.parametrize("num_assignments", [9, 256, 1024, 4096, 65536])
-def test_plans_fit_an_sm(dim, weight_format, num_assignments):
+@pytest.mark.parametrize("has_wide", [False, True])
+def test_plans_fit_an_sm(dim, weight_format, num_assignments, has_wide):
     """The shared memory of its blocks together; a tile for the mean load, or the largest."""
-    plan = plan_grouped(dim, num_assignments, 128, weight_format)
+    plan = plan_grouped(dim, num_assignments, 128, weight_format, has_wide=has_wide)
+    assert plan.wide == (has_wide and weight_format == "fp8" and num_assignments > 2048)
     assert plan.shared_bytes(FORMATS[weight_format], 1024) * plan.blocks <= 226 * 1024
     assert plan.columns >= min(48, num_assignments / 128)
 
@@ -303,7 +329,7 @@ def test_what_the_kernels_do_not_take_goes_to_triton(monkeypatch, randn, generat
 @pytest.mark.usefixtures("kernels", "poisoned")
 def test_experts_takes_the_grouped_path(monkeypatch, randn, generator):
     monkeypatch.setattr(cuda_experts.triton_experts, "experts", refuse_launch)
-    monkeypatch.setattr(cuda_grouped, "plan_grouped", lambda *_: PLANS[1])
+    monkeypatch.setattr(cuda_grouped, "plan_grouped", lambda *_, **__: PLANS[1])
     case = Case(
         randn,
         distinct_ids(generator, 17, 4, 2),
@@ -339,3 +365,23 @@ def test_grouped_of_real_shapes(randn, generator, model, weight_format, num_toke
         residual_dtype=torch.float32,
     )
     case.check(case.run())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiles", [4, 6, 8, 12])
+@pytest.mark.usefixtures("kernels", "poisoned")
+def test_wide_products_of_real_shapes(randn, generator, tiles):
+    """Experts with all the tokens beside experts with a few."""
+    top_k, dim, hidden, _ = MODELS["qwen3-30b-a3b"]
+    ids_TK = distinct_ids(generator, 301, 24, top_k)
+    ids_TK[:, 0] = 24
+    case = Case(
+        randn,
+        ids_TK,
+        E=25,
+        D=dim,
+        hidden=hidden,
+        weight_format="fp8",
+        residual_dtype=torch.float32,
+    )
+    case.check(case.run(GroupedPlan(tiles=tiles, warps=8, depth=2, blocks=1, wide=True)))

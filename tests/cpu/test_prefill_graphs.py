@@ -9,6 +9,7 @@ from test_graphs import MAX_MODEL_LEN, last_tokens, make_pool, run_step
 
 from subten.cache.pool import PagePool
 from subten.core import PAGE_SIZE, BatchItem, Request, SamplingParams, Sequence
+from subten.engine import prefill_graphs
 from subten.engine.graph_inputs import capture_cuda_graph
 from subten.engine.prefill_graphs import CHUNK_SIZES, PrefillGraphs
 from subten.kernels.step import QUERY_TILE, make_step
@@ -96,11 +97,20 @@ def test_sizes_and_buckets(device: torch.device, generator: torch.Generator) -> 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("cut_layers", [(), (1,), (0, 1)])
 @torch.inference_mode()
-def test_replays_equal_the_step_itself(device: torch.device, generator: torch.Generator) -> None:
+def test_replays_equal_the_step_itself(
+    device: torch.device,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    cut_layers: tuple[int, ...],
+) -> None:
     decoder = make_decoder("int4", "triton", device, generator)
+    assert len(decoder.layers) > 1, decoder.layers
     pool, expected_pool = make_pool(decoder, 3), make_pool(decoder, 3)
+    monkeypatch.setattr(prefill_graphs, "CUT_LAYERS", cut_layers)
     replayed = make_graphs(decoder, pool, capture_cuda_graph)
+    monkeypatch.setattr(prefill_graphs, "CUT_LAYERS", ())
     stepped = make_graphs(decoder, expected_pool)
     sizes = torch.randint(2, MAX_MODEL_LEN, (200,), generator=generator).tolist()
     for size in sizes:

@@ -5,12 +5,14 @@ Letters: S sequences of the step, T its tokens, V vocabulary.
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from subten.cache.fidelity import Span
 from subten.core import PAGE_SIZE, BatchItem, Sequence
@@ -20,10 +22,12 @@ Step = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 """Runs a step on what the fixed inputs hold: logits_SV float32, and token_S int64."""
 
 
-def capture_cuda_graph(step: Step) -> Step:
-    """Record `step` as a CUDA graph; the result replays it and returns the same tensors.
+def capture_cuda_graph(step: Step, *, cuts: Iterable[nn.Module] = ()) -> Step:
+    """Record `step` as CUDA graphs; the result replays them and returns the same tensors.
 
-    Runs `step` before, as kernels compile and workspaces come to be at their first launch.
+    One graph, or one more for each of `cuts`, modules of which each begins another: the device is
+    at the first while the host launches the next. Runs `step` before, as kernels compile and
+    workspaces come to be at their first launch.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -31,12 +35,32 @@ def capture_cuda_graph(step: Step) -> Step:
         for _ in range(2):
             step()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = step()
+    graphs = [torch.cuda.CUDAGraph()]
+
+    def begin_another(*_: Any) -> None:
+        graphs[-1].capture_end()
+        # What lies in memory from here on comes after all of the graph before, as in one graph.
+        graphs.append(torch.cuda.CUDAGraph())
+        graphs[-1].capture_begin(pool=graphs[0].pool())
+
+    hooks = [module.register_forward_pre_hook(begin_another) for module in cuts]
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    try:
+        with torch.cuda.stream(stream):
+            graphs[0].capture_begin()
+            try:
+                outputs = step()
+            finally:
+                graphs[-1].capture_end()
+    finally:
+        for hook in hooks:
+            hook.remove()
 
     def replay() -> tuple[torch.Tensor, torch.Tensor]:
-        graph.replay()
+        for graph in graphs:
+            graph.replay()
         return outputs
 
     return replay

@@ -6,10 +6,12 @@ Letters: T tokens of the chunk, Q query tiles, S sequences (here 1), V vocabular
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from subten.cache.pool import KVPool
@@ -17,7 +19,6 @@ from subten.core import PAGE_SIZE, BatchItem
 from subten.engine.graph_inputs import (
     SAMPLING_LAYOUT,
     Inputs,
-    PageTable,
     Step,
     capture_cuda_graph,
     fill_sampling,
@@ -27,6 +28,10 @@ from subten.engine.graph_inputs import (
 )
 from subten.engine.scheduler import BAD_LOGITS
 from subten.kernels.step import QUERY_TILE, StepTensors
+
+CUT_LAYERS = (2, 8)
+"""Layers at which a chunk's graph is cut: to launch all of 48 layers takes the host 0.3 to 0.6 ms,
+in which the device would wait (benchmarks/plans/h200-prompt.json)."""
 
 CHUNK_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """Tokens that chunks are padded to: at most a third of a chunk above 64 is padding."""
@@ -48,12 +53,14 @@ class PrefillGraphs:
         sample: Callable[..., Any],
         max_model_len: int,
         device: torch.device,
-        capture: Callable[[Step], Step] = capture_cuda_graph,
+        capture: Callable[..., Step] = capture_cuda_graph,
     ) -> None:
         self._model = model
         self._pool = pool
         self._sample = sample
-        self._capture = capture
+        layers = getattr(model, "layers", ())
+        cuts = [layers[i] for i in CUT_LAYERS if i < len(layers)]
+        self._capture = functools.partial(capture, cuts=cuts) if cuts else capture
         self._max_model_len = max_model_len
         self._seen: set[tuple[int, int]] = set()
         self._replays: dict[tuple[int, int], Step] = {}
@@ -65,6 +72,7 @@ class PrefillGraphs:
                 "slot_T": ("int64", (most,)),
                 "logit_row_S": ("int64", (1,)),
                 "kv_len_S": ("int32", (1,)),
+                "page_table_SP": ("int32", (1, math.ceil(max_model_len / PAGE_SIZE))),
                 "query_start_S1": ("int32", (2,)),
                 "tile_seq_Q": ("int32", (most // QUERY_TILE,)),
                 **{name: (dtype, (1,)) for name, dtype in SAMPLING_LAYOUT.items()},
@@ -72,7 +80,6 @@ class PrefillGraphs:
             },
             device,
         )
-        self._page_table = PageTable(1, math.ceil(max_model_len / PAGE_SIZE), device)
         self._tile_start_Q = torch.arange(0, most, QUERY_TILE, dtype=torch.int32, device=device)
 
     def takes(self, item: BatchItem) -> bool:
@@ -110,7 +117,7 @@ class PrefillGraphs:
             token_id_T=inputs["token_id_T"][:size],
             position_T=inputs["position_T"][:size],
             slot_T=inputs["slot_T"][:size],
-            page_table_SP=self._page_table.device,
+            page_table_SP=inputs["page_table_SP"],
             kv_len_S=inputs["kv_len_S"],
             query_start_S1=inputs["query_start_S1"],
             tile_seq_Q=inputs["tile_seq_Q"][: size // QUERY_TILE],
@@ -139,12 +146,15 @@ class PrefillGraphs:
             sequence, end = item.sequence, item.start + num_tokens
             pages = sequence.page_ids
             host["token_id_T"][:num_tokens] = sequence.token_ids[item.start : end]
-            host["position_T"][:num_tokens] = range(item.start, end)
-            host["slot_T"][:num_tokens] = [
-                pages[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE for i in range(item.start, end)
-            ]
+            position_T = np.arange(item.start, end)
+            host["position_T"][:num_tokens] = position_T
+            page_P = np.asarray(pages, dtype=np.int64)
+            host["slot_T"][:num_tokens] = (
+                page_P[position_T // PAGE_SIZE] * PAGE_SIZE + position_T % PAGE_SIZE
+            )
             host["kv_len_S"][0] = end
             fill_sampling(host, 0, sequence, sequence.num_output)
-            self._page_table.set_row(0, pages)
+            # What lies beyond them is never read.
+            host["page_table_SP"][0, : len(pages)] = page_P
         self._pool.fill_chunk(host, None if item is None else span_of(item))
         self._inputs.upload()

@@ -8,6 +8,7 @@ N key positions, M rows of a tile (query tokens x heads of one KV head), Z split
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -36,6 +37,7 @@ from subten.kernels.kv_append import (
 )
 from subten.kernels.step import StepTensors
 from subten.kernels.triton_shim import tl, triton_jit
+from subten.kernels.unpack_pages import is_worth_unpacking, unpack_pages
 
 
 def attend(
@@ -50,7 +52,8 @@ def attend(
     """Causal attention of each token over its sequence's pages; returns `out_THD` in q's dtype.
 
     A query at position p sees positions 0..p below `step.kv_len_S`. Query head h reads KV head
-    h * G // H. Decode and prefill, in any mix; one launch, and a merge where pages are split.
+    h * G // H. Decode and prefill, in any mix; one launch, a merge where pages are split, and one
+    before where a query is long: it decodes the pages, and attention reads values.
     A sequence with kv_len 0 (padding) gets zeros; a tile with `tile_seq_Q` -1 is skipped and its
     tokens, like tokens of no tile, are left unwritten.
 
@@ -78,12 +81,20 @@ def attend(
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     if num_tiles == 0 or num_tokens == 0:
         return out_THD
+    table_SP = step.page_table_SP
+    if is_worth_unpacking(fmt, q_THD.dtype, num_kv_heads, step):
+        pages_PGB, fmt, table_SP = unpack_pages(pages_PGB, fmt, step, q_THD.dtype, rotation_DD)
+        rotation_DD = None
     plan = plan_for(q_THD, num_kv_heads, step, _num_sms(q_THD.device))
     is_split = plan.grid_splits > 1
     partials = make_partials(q_THD, plan) if is_split else Partials(out_THD, out_THD)
     constants = tile_constants(q_THD, plan, rotation_DD)
-    # What is looked up in a table is not fetched ahead: each stage would read the table again.
+    # What is looked up in a table is not fetched ahead: each stage would read the table again. Nor
+    # is it in two loops: Triton 3.6 would fetch pages for one that has none. Where it turns queries
+    # too (a codec that is rotated), it gets two loops wrong with one stage as well.
     is_looked_up = fmt.codec.tables is not None and step.max_query_len == 1
+    has_whole = step.max_query_len > 1 and rotation_DD is None
+    num_stages = 1 if is_looked_up or has_whole else plan.num_stages
     _attend_kernel[(num_tiles, num_kv_heads * plan.head_blocks, plan.grid_splits)](
         *tile_args(step, plan),
         q_THD,
@@ -91,8 +102,8 @@ def attend(
         pages_PGB,
         pages_PGB.stride(0),
         pages_PGB.stride(1),
-        step.page_table_SP,
-        step.page_table_SP.stride(0),
+        table_SP,
+        table_SP.stride(0),
         codec_tables(fmt.codec, pages_PGB),
         partials.out_THZD,
         partials.lse_THZ,
@@ -108,9 +119,11 @@ def attend(
         BLOCK_H=plan.block_heads,
         BLOCK_M=plan.block_rows,
         IS_SPLIT=is_split,
+        HAS_WHOLE=has_whole,
+        LOOP_STAGES=num_stages,
         **constants,
         num_warps=plan.num_warps,
-        num_stages=1 if is_looked_up else plan.num_stages,
+        num_stages=num_stages,
     )
     if is_split:
         merge(partials, out_THD, step, plan, constants)
@@ -247,6 +260,9 @@ def check_queries(q_THD: torch.Tensor, num_kv_heads: int, head_dim: int, step: S
 # one decode per key, not one per head. Splits give a lone sequence enough programs to fill the
 # GPU. Not yet measured on a GPU.
 #
+# Pages that all rows see whole have a loop without masks: for int4 (SASS, 128 rows of 8 warps) 1219
+# instructions a page and warp instead of 1749, for bf16 615 instead of 942.
+#
 # Why NaN stays in its sequence: a tile reads pages of its own sequence alone; rows at or past
 # num_keys decode to 0, and hidden scores and weights are replaced (tl.where), never multiplied.
 @triton_jit
@@ -288,6 +304,8 @@ def _attend_kernel(
     PAGE: tl.constexpr,
     STAGES: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    HAS_WHOLE: tl.constexpr,
+    LOOP_STAGES: tl.constexpr,
 ) -> None:
     tl.static_assert(BLOCK_M >= 16 and BLOCK_M >= TILE_TOKENS * BLOCK_H and BLOCK_D >= HEAD_DIM)
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
@@ -330,31 +348,45 @@ def _attend_kernel(
     sum_M = tl.zeros([BLOCK_M], tl.float32)
     zero_M = tl.zeros([BLOCK_M], tl.float32)
     acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    row_N = tl.arange(0, PAGE)
     table_ptr = page_table_ptr + seq.to(tl.int64) * page_table_stride
-    for index in range(first_page, tl.minimum(first_page + pages_per_split, num_pages)):
-        page_id = tl.load(table_ptr + index).to(tl.int64)
-        page = pages_ptr + page_id * page_stride + kv_head.to(tl.int64) * head_stride
-        key_N = index * PAGE + row_N
-        mask_N = key_N < num_keys
-        k_ND, k_scale_N, k_zero_N = DECODE(
-            page, row_N, mask_N, tables_ptr, K_CODES, K_SCALE, K_ZERO, HEAD_DIM, BLOCK_D
-        )
-        score_MN = tl.dot(q_MD, tl.trans(k_ND.to(dtype)), input_precision="ieee")
-        score_MN = score_MN * k_scale_N[None, :] + q_sum_M[:, None] * k_zero_N[None, :]
-        is_seen_MN = (key_N[None, :] <= position_M[:, None]) & mask_N[None, :]
-        score_MN = tl.where(is_seen_MN, score_MN * scale_log2, float("-inf"))
-        p_MN, decay_M, _, next_max_M = softmax_step(score_MN, is_seen_MN, max_M)
-        v_ND, v_scale_N, v_zero_N = DECODE(
-            page, row_N, mask_N, tables_ptr, V_CODES, V_SCALE, V_ZERO, HEAD_DIM, BLOCK_D
-        )
-        # Scaled in FP32 and rounded once, to the dtype of the dot.
-        scaled_MN = (p_MN * v_scale_N[None, :]).to(dtype)
-        acc_MD = acc_MD * decay_M[:, None]
-        acc_MD = tl.dot(scaled_MN, v_ND.to(dtype), acc_MD, input_precision="ieee")
-        zero_M = zero_M * decay_M + tl.sum(p_MN * v_zero_N[None, :], axis=1)
-        sum_M = sum_M * decay_M + tl.sum(p_MN, axis=1)
-        max_M = next_max_M
+    last_page = tl.minimum(first_page + pages_per_split, num_pages)
+    whole_page = first_page
+    if HAS_WHOLE:
+        # Pages that every row of the tile sees whole come first, and need no mask.
+        least_keys = tl.minimum(tl.load(position_ptr + tile_start).to(tl.int32) + 1, num_keys)
+        whole_page = tl.maximum(first_page, tl.minimum(least_keys // PAGE, last_page))
+    for is_rest in tl.static_range(0 if HAS_WHOLE else 1, 2):
+        for index in tl.range(
+            whole_page if is_rest else first_page,
+            last_page if is_rest else whole_page,
+            num_stages=LOOP_STAGES,
+        ):
+            max_M, sum_M, zero_M, acc_MD = _attend_page(
+                q_MD,
+                q_sum_M,
+                position_M,
+                num_keys,
+                index,
+                pages_ptr + kv_head.to(tl.int64) * head_stride,
+                page_stride,
+                table_ptr,
+                tables_ptr,
+                scale_log2,
+                max_M,
+                sum_M,
+                zero_M,
+                acc_MD,
+                DECODE,
+                K_CODES,
+                K_SCALE,
+                K_ZERO,
+                V_CODES,
+                V_SCALE,
+                V_ZERO,
+                HEAD_DIM,
+                PAGE,
+                is_rest == 0,
+            )
 
     # A row that saw nothing becomes 0; NaN is not 0, so a poisoned sequence stays NaN.
     sum_M = tl.where(sum_M == 0.0, 1.0, sum_M)
@@ -367,3 +399,62 @@ def _attend_kernel(
         out_MD = turn_results(out_MD, STAGES, dtype == tl.bfloat16)
     out = out_ptr + out_row_M[:, None] * HEAD_DIM + d[None, :]
     tl.store(out, out_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
+
+
+@triton_jit
+def _attend_page(
+    q_MD: tl.tensor,
+    q_sum_M: tl.tensor,
+    position_M: tl.tensor,
+    num_keys: tl.tensor,
+    index: tl.tensor,
+    head_ptr: tl.tensor,
+    page_stride: tl.tensor,
+    table_ptr: tl.tensor,
+    tables_ptr: tl.tensor,
+    scale_log2: tl.tensor,
+    max_M: tl.tensor,
+    sum_M: tl.tensor,
+    zero_M: tl.tensor,
+    acc_MD: tl.tensor,
+    DECODE: tl.constexpr,
+    K_CODES: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    K_ZERO: tl.constexpr,
+    V_CODES: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    V_ZERO: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+) -> Any:
+    """Maximum, sums and output with page `index` added; all rows see all of it if IS_WHOLE."""
+    BLOCK_M: tl.constexpr = acc_MD.shape[0]
+    BLOCK_D: tl.constexpr = acc_MD.shape[1]
+    dtype = q_MD.dtype
+    row_N = tl.arange(0, PAGE)
+    page = head_ptr + tl.load(table_ptr + index).to(tl.int64) * page_stride
+    if IS_WHOLE:
+        mask_N = tl.full([PAGE], True, tl.int1)
+        is_seen_MN = tl.full([BLOCK_M, PAGE], True, tl.int1)
+    else:
+        key_N = index * PAGE + row_N
+        mask_N = key_N < num_keys
+        is_seen_MN = (key_N[None, :] <= position_M[:, None]) & mask_N[None, :]
+    k_ND, k_scale_N, k_zero_N = DECODE(
+        page, row_N, mask_N, tables_ptr, K_CODES, K_SCALE, K_ZERO, HEAD_DIM, BLOCK_D
+    )
+    score_MN = tl.dot(q_MD, tl.trans(k_ND.to(dtype)), input_precision="ieee")
+    score_MN = score_MN * k_scale_N[None, :] + q_sum_M[:, None] * k_zero_N[None, :]
+    score_MN = tl.where(is_seen_MN, score_MN * scale_log2, float("-inf"))
+    p_MN, decay_M, _, next_max_M = softmax_step(score_MN, is_seen_MN, max_M)
+    v_ND, v_scale_N, v_zero_N = DECODE(
+        page, row_N, mask_N, tables_ptr, V_CODES, V_SCALE, V_ZERO, HEAD_DIM, BLOCK_D
+    )
+    # Scaled in FP32 and rounded once, to the dtype of the dot.
+    scaled_MN = (p_MN * v_scale_N[None, :]).to(dtype)
+    acc_MD = acc_MD * decay_M[:, None]
+    acc_MD = tl.dot(scaled_MN, v_ND.to(dtype), acc_MD, input_precision="ieee")
+    zero_M = zero_M * decay_M + tl.sum(p_MN * v_zero_N[None, :], axis=1)
+    sum_M = sum_M * decay_M + tl.sum(p_MN, axis=1)
+    return next_max_M, sum_M, zero_M, acc_MD

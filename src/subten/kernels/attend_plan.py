@@ -75,6 +75,9 @@ def plan_attend(
     block_heads = min(_power_of_two_from(group), max_rows // tile_tokens)
     head_blocks = -(-group // block_heads)
     programs = num_tiles * num_kv_heads * head_blocks
+    if not is_decode and num_sms // 2 < programs <= num_sms and block_heads * tile_tokens == 128:
+        # Two programs an SM, so that one computes while the other waits.
+        block_heads, head_blocks, programs = block_heads // 2, 2 * head_blocks, 2 * programs
     max_pages = -(-max_kv_len // PAGE_SIZE)
     if is_decode:
         min_pages = 1

@@ -66,7 +66,7 @@ def kv_append(
     plan = APPEND_PLAN
     some = cos_sin_PD  # in place of a pointer that is not used
     q_args = (some, 0, 0, 0, some) if q_THD is None else (q_THD, *q_THD.stride(), out_THD)
-    _kv_append_kernel[(-(-num_tokens // plan.block_tokens), num_kv_heads + num_heads)](
+    _kv_append_kernel[(-(-num_tokens // plan.block_tokens), 2 * num_kv_heads + num_heads)](
         *q_args,
         k_TGD,
         *k_TGD.stride(),
@@ -322,9 +322,8 @@ def _turned_rows(
 
 # Per token t and KV head g, in FP32:
 #   k = rope(norm(k)) R,  v = v R,  then codec.encode -> codes, scale, zero.
-# R is the Hadamard rotation, or the identity. A program takes BLOCK_N tokens of one head: K and
-# then V of a KV head, so that slot and page address are read once for both, or, where there are
-# queries, one query head, out = rope(norm(q)).
+# R is the Hadamard rotation, or the identity. A program takes BLOCK_N tokens of one head: K or V of
+# a KV head, or, where there are queries, one query head, out = rope(norm(q)).
 #
 #   k_TGD, v_TGD            page of (slot // 64, g): | K codes | K scale | K zero | V codes | ... |
 #     [t, g, 0..D/2 | D/2..D]      row slot % 64 of each plane, written once, never read here
@@ -384,24 +383,31 @@ def _kv_append_kernel(
     angle_N = cos_sin_ptr + position_N * cos_sin_stride
     d = tl.arange(0, BLOCK_D)
     head = tl.program_id(1).to(tl.int64)
-    if head < NUM_KV_HEADS:
+    if head < 2 * NUM_KV_HEADS:
         slot_N = tl.load(slot_ptr + token_N, mask=is_token_N, other=-1)
         mask_N = slot_N >= 0
         row_N = (slot_N % PAGE).to(tl.int32)
-        page_N = pages_ptr + (slot_N // PAGE) * page_stride + head * head_stride
-        k_N = k_ptr + token_N * k_stride_t + head * k_stride_g
-        k_ND = _turned_rows(
-            k_N, k_stride_d, mask_N, angle_N, norm_weight_ptr, eps, HAS_NORM, HEAD_DIM, BLOCK_D
-        )
-        k_ND = rotate_rows(k_ND, STAGES)
-        ENCODE(k_ND, page_N, row_N, mask_N, tables_ptr, K_CODES, K_SCALE, K_ZERO, HEAD_DIM, BLOCK_D)
-        v_N = v_ptr + token_N * v_stride_t + head * v_stride_g
-        mask_ND = mask_N[:, None] & (d < HEAD_DIM)[None, :]
-        v_ND = tl.load(v_N[:, None] + d[None, :] * v_stride_d, mask=mask_ND, other=0.0)
-        v_ND = rotate_rows(v_ND.to(tl.float32), STAGES)
-        ENCODE(v_ND, page_N, row_N, mask_N, tables_ptr, V_CODES, V_SCALE, V_ZERO, HEAD_DIM, BLOCK_D)
+        kv_head = head % NUM_KV_HEADS
+        page_N = pages_ptr + (slot_N // PAGE) * page_stride + kv_head * head_stride
+        if head < NUM_KV_HEADS:
+            k_N = k_ptr + token_N * k_stride_t + kv_head * k_stride_g
+            k_ND = _turned_rows(
+                k_N, k_stride_d, mask_N, angle_N, norm_weight_ptr, eps, HAS_NORM, HEAD_DIM, BLOCK_D
+            )
+            k_ND = rotate_rows(k_ND, STAGES)
+            ENCODE(
+                k_ND, page_N, row_N, mask_N, tables_ptr, K_CODES, K_SCALE, K_ZERO, HEAD_DIM, BLOCK_D
+            )
+        else:
+            v_N = v_ptr + token_N * v_stride_t + kv_head * v_stride_g
+            mask_ND = mask_N[:, None] & (d < HEAD_DIM)[None, :]
+            v_ND = tl.load(v_N[:, None] + d[None, :] * v_stride_d, mask=mask_ND, other=0.0)
+            v_ND = rotate_rows(v_ND.to(tl.float32), STAGES)
+            ENCODE(
+                v_ND, page_N, row_N, mask_N, tables_ptr, V_CODES, V_SCALE, V_ZERO, HEAD_DIM, BLOCK_D
+            )
     else:
-        head -= NUM_KV_HEADS
+        head -= 2 * NUM_KV_HEADS
         q_N = q_ptr + token_N * q_stride_t + head * q_stride_h
         q_ND = _turned_rows(
             q_N, q_stride_d, is_token_N, angle_N, q_norm_ptr, eps, HAS_Q_NORM, HEAD_DIM, BLOCK_D

@@ -2,6 +2,7 @@
 // First: their guards keep the real ones out.
 #include "device.cuh"
 #include "grouped_device.cuh"
+#include "wide_device.cuh"
 
 #include "grouped.cu"
 
@@ -12,18 +13,19 @@ namespace {
 using emulation::Launch;
 using emulation::unpack;
 
-#define ONE(KERNEL, CODES, NT, WARPS, DEPTH)                                             \
-    {#KERNEL "<" #CODES ", " #NT ", " #WARPS ", " #DEPTH ", 1>",                         \
-     unpack(KERNEL<CODES, NT, WARPS, DEPTH, 1>)}
-#define BOTH(CODES, NT, WARPS, DEPTH)                 \
-    ONE(grouped_up_kernel, CODES, NT, WARPS, DEPTH),  \
-        ONE(grouped_down_kernel, CODES, NT, WARPS, DEPTH)
-#define ALL(CODES) \
-    BOTH(CODES, 1, 1, 2), BOTH(CODES, 2, 2, 2), BOTH(CODES, 2, 2, 3), BOTH(CODES, 3, 3, 1), \
-        BOTH(CODES, 4, 2, 2)
+#define ONE(KERNEL, CODES, NT, WARPS, DEPTH, WIDE)                                        \
+    {#KERNEL "<" #CODES ", " #NT ", " #WARPS ", " #DEPTH ", 1, " #WIDE ">",               \
+     unpack(KERNEL<CODES, NT, WARPS, DEPTH, 1, WIDE>)}
+#define BOTH(CODES, NT, WARPS, DEPTH, WIDE)                 \
+    ONE(grouped_up_kernel, CODES, NT, WARPS, DEPTH, WIDE),  \
+        ONE(grouped_down_kernel, CODES, NT, WARPS, DEPTH, WIDE)
+#define ALL(CODES)                                                                        \
+    BOTH(CODES, 1, 1, 2, false), BOTH(CODES, 2, 2, 2, false), BOTH(CODES, 2, 2, 3, false), \
+        BOTH(CODES, 3, 3, 1, false), BOTH(CODES, 4, 2, 2, false)
 
 const std::map<std::string, Launch> kernels = {
-    ALL(Bf16Codes), ALL(Fp8Codes), ALL(Int4Codes), {"combine_kernel", unpack(combine_kernel)}};
+    ALL(Bf16Codes), ALL(Fp8Codes), ALL(Int4Codes), BOTH(Fp8Codes, 4, 4, 2, true),
+    BOTH(Fp8Codes, 6, 8, 1, true), BOTH(Fp8Codes, 2, 4, 3, true), {"combine_kernel", unpack(combine_kernel)}};
 
 u32 pairs(const std::string& codes, u32 (&pair)[4], const uint4& v, int unit) {
     if (codes == "fp8") return Fp8Codes::pairs(pair, v, unit), 0;

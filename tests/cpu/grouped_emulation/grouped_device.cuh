@@ -44,6 +44,9 @@ inline SharedAt shared_at(const void* at) { return static_cast<u8*>(const_cast<v
 
 inline void copy16(SharedAt to, const void* from) { emulation::start_copy(to, from, 16); }
 inline void copy4(SharedAt to, const void* from) { emulation::start_copy(to, from, 4); }
+inline void copy4_if(bool is_wanted, SharedAt to, const void* from) {
+    if (is_wanted) copy4(to, from);
+}
 
 inline void end_copies() {
     emulation::Copies& own = emulation::copies[emulation::current];

@@ -11,7 +11,8 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using i64 = long long;
 
-#define DYNAMIC_SHARED(name) extern __shared__ __align__(16) u8 name[]
+// Tensor cores that read shared memory by themselves want pieces of 1024 bytes that begin there.
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) u8 name[]
 #define INLINE __device__ __forceinline__
 #define WARP 32
 

@@ -13,6 +13,7 @@
 //
 // weight_tiles.cuh shows both.
 #include "weight_tiles.cuh"
+#include "wide_device.cuh"
 
 #define NUM_STAGES 3
 
@@ -56,19 +57,31 @@ struct Tiles {
     }
 };
 
-template <class Format, int NT, int WARPS, int DEPTH>
+// Sums of a block's rows and up to 8 * NT tokens. With WIDE the four warps of a group work together,
+// and the tensor cores read the tokens: FP8 alone, as the inputs of a lane decide where a token's
+// lie. Of a block's 64, lane t has codes 16 t ..; in step s of four it gives those from 4 s on, as
+// the numbers 2 t, 2 t + 1 and 2 t + 8, 2 t + 9 of the step's sixteen.
+//
+//   inputs 2 i and 2 i + 1 (4 bytes) of a token:  word i / 8 of unit i % 8
+//
+// With IN_PLACE they lie like that in memory already; without, copies put them there, 4 bytes each.
+template <class Format, int NT, int WARPS, int DEPTH, bool WIDE, bool IN_PLACE, int TRY>
 struct Product : Sums<Format, NT> {
     using Sums<Format, NT>::UNITS;
     using Sums<Format, NT>::BLOCK_BYTES;
+    using Sums<Format, NT>::sum;
     static constexpr int THREADS = WARP * WARPS, COLUMNS = 8 * NT;
     static constexpr int STAGE_UNITS = DEPTH * 4 * UNITS;     // of a token in a stage
     static constexpr int ROW_BYTES = DEPTH * BLOCK_BYTES / 128 * 128 + 64 +
                                      (DEPTH * BLOCK_BYTES % 128 ? 128 : 0);
-    static constexpr int STAGE_BYTES = COLUMNS * ROW_BYTES;
-    // Tokens that all threads copy at once, a unit each.
-    static constexpr int AT_ONCE = THREADS / STAGE_UNITS;
+    static constexpr int WIDE_BYTES = COLUMNS * 128;  // 64 inputs of all tokens
+    static constexpr int STAGE_BYTES = WIDE ? DEPTH * WIDE_BYTES : COLUMNS * ROW_BYTES;
+    static constexpr bool IN_PAIRS = WIDE && !IN_PLACE;
+    // Tokens that all threads copy at once, a unit each, or two inputs.
+    static constexpr int AT_ONCE = IN_PAIRS ? WARPS : THREADS / STAGE_UNITS;
     static constexpr int COPIES = (COLUMNS + AT_ONCE - 1) / AT_ONCE;
     static_assert(AT_ONCE > 0, "a stage of a token has more units than the block threads");
+    static_assert(!WIDE || (Format::CODES == 16 && WARPS % 4 == 0), "not wide");
 
     u8* stages;
     const u16* x;
@@ -82,6 +95,7 @@ struct Product : Sums<Format, NT> {
         units = dim / 8, num_blocks = dim / (4 * Format::CODES);
     }
 
+    // Asks for the first blocks of weights.
     INLINE void ask(Cursor<Format>& cursor) {
 #pragma unroll
         for (int s = 0; s < DEPTH; ++s)
@@ -92,7 +106,8 @@ struct Product : Sums<Format, NT> {
     // still read the stages.
     template <class RowOf>
     INLINE void copy_first(int num_columns, RowOf row_of) {
-        const int own_column = thread / STAGE_UNITS, own_unit = thread % STAGE_UNITS;
+        const int own_column = IN_PAIRS ? thread / WARP : thread / STAGE_UNITS;
+        const int own_unit = IN_PAIRS ? 0 : thread % STAGE_UNITS;
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
             const int column = own_column + i * AT_ONCE;
@@ -105,28 +120,65 @@ struct Product : Sums<Format, NT> {
     }
 
     INLINE void copy() {
-        const int own_unit = thread % STAGE_UNITS;
-        if (copied + own_unit < units) {
-            const SharedAt to = shared_at(stages) + thread / STAGE_UNITS * ROW_BYTES +
-                                this->unit_byte(own_unit) + into;
-#pragma unroll
-            for (int i = 0; i < COPIES; ++i)
-                if (from[i] >= 0)
-                    copy16(to + i * (AT_ONCE * ROW_BYTES), x + (i64)(from[i] + copied) * 8);
-        }
+        if constexpr (IN_PAIRS)
+            copy_pairs();
+        else
+            copy_units();
         end_copies();
         copied += STAGE_UNITS;
         into = into < (NUM_STAGES - 1) * STAGE_BYTES ? into + STAGE_BYTES : 0;
     }
 
+    INLINE void copy_units() {
+        const int own_column = thread / STAGE_UNITS, own_unit = thread % STAGE_UNITS;
+        if (copied + own_unit >= units) return;
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i) {
+            const int column = own_column + i * AT_ONCE;
+            const int at = WIDE ? own_unit / 8 * WIDE_BYTES + column * 128 +
+                                      (own_unit % 8 ^ column % 8) * 16
+                                : column * ROW_BYTES + this->unit_byte(own_unit);
+            if (from[i] >= 0)
+                copy16(shared_at(stages) + at + into, x + (i64)(from[i] + copied) * 8);
+        }
+    }
+
+    INLINE void copy_pairs() {
+        if (copied >= units) return;
+        const int lane = thread % WARP, own_column = thread / WARP;
+        const int own = own_column * 128 + (lane % 8 ^ own_column % 8) * 16 + lane / 8 * 4;
+        const SharedAt to = shared_at(stages) + into;
+        const uint4* own_x = reinterpret_cast<const uint4*>(x + copied * 8 + lane * 2);
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i) {
+#pragma unroll
+            for (int s = 0; s < DEPTH; ++s) {
+                const int at = (own ^ i * WARPS % 8 * 16) + i * WARPS * 128 + s * WIDE_BYTES;
+                copy4_if(from[i] >= 0 && copied + s * 8 < units, to + at, own_x + from[i] + s * 8);
+            }
+        }
+    }
+
     INLINE void run(Cursor<Format>& cursor, int num_columns) {
-        const int lane = thread % WARP, num_chunks = (num_blocks + DEPTH - 1) / DEPTH;
-        this->clear();
         const int num_tiles = (num_columns + 7) / 8;
+        this->clear();
+        // Few sizes of wide products, as each is a loop to fetch.
+        if (WIDE && NT > (TRY ? 4 : 6) && num_tiles <= 4)
+            run_chunks<(NT < 4 ? NT : 4)>(cursor, num_tiles);
+        else if (WIDE && NT > 8 && num_tiles <= 8)
+            run_chunks<(NT < 8 ? NT : 8)>(cursor, num_tiles);
+        else
+            run_chunks<NT>(cursor, num_tiles);
+    }
+
+    template <int TILES>
+    INLINE void run_chunks(Cursor<Format>& cursor, int num_tiles) {
+        const int lane = thread % WARP, num_chunks = (num_blocks + DEPTH - 1) / DEPTH;
         const u8* own = stages + lane / 4 * ROW_BYTES + lane % 4 * 16;
         int stage = 0;
         for (int chunk = 0; chunk < num_chunks; ++chunk) {
             wait_copies<1>();
+            if constexpr (WIDE) show_to_wide_mma();
             // Chunk `chunk` is there, and nobody reads the one before it any more.
             __syncthreads();
             copy();
@@ -134,10 +186,48 @@ struct Product : Sums<Format, NT> {
 #pragma unroll
             for (int s = 0; s < DEPTH; ++s) {
                 if (s >= left) break;
-                this->multiply(ring[s], own + stage + s * BLOCK_BYTES, ROW_BYTES, num_tiles);
-                if (s + DEPTH < left) cursor.load(ring[s]);
+                const bool has_next = s + DEPTH < left;
+                if constexpr (WIDE) {
+                    multiply_wide<TILES>(ring[s], shared_at(stages) + stage + s * WIDE_BYTES, [&] {
+                        if (has_next) cursor.load(ring[s]);
+                    });
+                } else {
+                    this->multiply(ring[s], own + stage + s * BLOCK_BYTES, ROW_BYTES, num_tiles);
+                    if (has_next) cursor.load(ring[s]);
+                }
             }
+            if constexpr (WIDE) wait_wide_mma<0>();
             stage = stage < (NUM_STAGES - 1) * STAGE_BYTES ? stage + STAGE_BYTES : 0;
+        }
+    }
+
+    // While the products of one step of 16 inputs run, the weights of the next are decoded.
+    // `when_read`: once nobody needs `block` any more.
+    template <int TILES, class WhenRead>
+    INLINE void multiply_wide(const Block<Format>& block, SharedAt tokens, WhenRead when_read) {
+        const ColumnsAt columns = columns_at(tokens);
+        constexpr int TOGETHER = TRY == 2 ? 2 : 1;  // steps
+        u32 a[2][2][4];  // [step][mma]
+#pragma unroll
+        for (int first = 0; first < 2 * UNITS; first += TOGETHER) {
+            wait_wide_mma<2 - TOGETHER>();
+#pragma unroll
+            for (int i = 0; i < 4 * TOGETHER; ++i) {
+                const int step = first + i / 4, mma = i / 2 % 2, high = i % 2;
+                u32 pair[4];
+                Format::pairs(pair, block.codes[mma][high], step / 2);
+                a[step % 2][mma][high] = pair[step % 2 * 2];
+                a[step % 2][mma][high + 2] = pair[step % 2 * 2 + 1];
+            }
+            if (first + TOGETHER == 2 * UNITS) when_read();
+            begin_wide_mma();
+#pragma unroll
+            for (int step = first; step < first + TOGETHER; ++step) {
+                const ColumnsAt b = columns_on(columns, step);
+                WideMma<TILES>::template add<0>(sum, a[step % 2][0], b);
+                WideMma<TILES>::template add<1>(sum, a[step % 2][1], b);
+            }
+            end_wide_mma();
         }
     }
 };
@@ -180,7 +270,8 @@ INLINE void store_pair(u16* to, float low, float high) {
     *reinterpret_cast<u32*>(to) = pack_bf16(low, high);
 }
 
-// act[p] = silu(gate_e h[order[p] / K]) * up_e h[order[p] / K], bf16 [A, F].
+// act[p] = silu(gate_e h[order[p] / K]) * up_e h[order[p] / K], bf16 [A, F]; with `is_act_wide` every
+// 64 features in the order in which wide products take them (`Product`).
 //
 //   lane 4g + t of a warp with features f .. f + 15:  gate and up rows f + 2g and f + 2g + 1
 //
@@ -191,13 +282,14 @@ INLINE void store_pair(u16* to, float low, float high) {
 // FP8, 512 tokens of qwen3-30b-a3b: 403 MB, 90 us at 4.5 TB/s. For 128 inputs a warp has 434
 // instructions (SASS, 48 tokens; 96 of them `mma`), and its share of the memory's time is 820
 // cycles.
-template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS>
+template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE,
+          bool IN_PLACE = false, int TRY = 0>
 __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_up_kernel(const u8* codes, const void* scale, const u16* h, const int* start,
                       const int* order, u16* act, int num_experts, int top_k, int dim,
-                      int hidden, int early_bytes) {
+                      int hidden, int early_bytes, int is_act_wide) {
     DYNAMIC_SHARED(dynamic_shared);
-    using Tokens = Product<Format, NT, WARPS, DEPTH>;
+    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, IN_PLACE, TRY>;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     // While experts are chosen, and nothing else reads memory: where each will have tokens, these
     // are about the rows that the first items take.
@@ -259,6 +351,8 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
                               [&](int column) { return next_aside.ids[column] / top_k; });
         }
         const int own_feature = feature_of(tile), feature = own_feature + lane / 4 * 2;
+        const int pair = feature % 64 / 2;
+        const int place = is_act_wide ? feature - feature % 64 + pair % 8 * 8 + pair / 8 * 2 : feature;
         float row_scale[2][2] = {{1, 1}, {1, 1}};
         if constexpr (Format::HAS_ROW_SCALE) {
             const float* own_scale = aside.scales() + warp * WARP + lane / 4 * 2;
@@ -276,26 +370,28 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
                 const float up = tokens.sum[c / 2][i][c % 2 + 2] * Format::UNIT * row_scale[i][1];
                 value[i] = gate * rough_reciprocal(1.0f + exponential(-gate)) * up;
             }
-            store_pair(act + (i64)(tile.first + column) * hidden + feature, value[0], value[1]);
+            store_pair(act + (i64)(tile.first + column) * hidden + place, value[0], value[1]);
         }
         if (!has_next) return;
         tile = next;
     }
 }
 
-// y[order[p]] = down_e act[p], bf16 [A, D], back at the place of the assignment.
+// y[order[p]] = down_e act[p], bf16 [A, D], back at the place of the assignment. Wide products take
+// `act` as `grouped_up_kernel` leaves it for them.
 //
 //   lane 4g + t of a warp with rows d .. d + 31:  rows d + 4g .. d + 4g + 3, one after another
 //
 // Bytes: D rows of weights for each expert with tokens, A * F * 2 from L2 for each part of the
 // rows, A * D * 2 of y.
-template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS>
+template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE,
+          int TRY = 0>
 __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_down_kernel(const u8* codes, const void* scale, const u16* act, const int* start,
                         const int* order, u16* y, int num_experts, int dim, int hidden,
                         int has_early_starts) {
     DYNAMIC_SHARED(dynamic_shared);
-    using Tokens = Product<Format, NT, WARPS, DEPTH>;
+    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, true, TRY>;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     launch_dependents();
     // Starts and weights may be read here if the kernel before is `grouped_up_kernel`, which lets

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from subten.device import detect
 from subten.kernels.cuda import runtime
 from subten.kernels.cuda.gemv import FLOAT_DTYPES, NUM_SMS, has_rows, is_plain
 from subten.kernels.route import Routing
@@ -57,13 +58,15 @@ class GroupedPlan:
 
     A block takes up to 8 * `tiles` tokens of an expert and 32 rows of weights for each of its
     `warps`; a warp keeps 2 * `depth` KiB of weights in flight; `blocks` of them fit an SM, by
-    registers, and at one tile so many an SM are launched, each taking one item after another.
+    registers, and at one tile so many an SM are launched, each taking one item after another. With
+    `wide` tensor cores read the tokens from shared memory by themselves, for four warps at once.
     """
 
     tiles: int
     warps: int
     depth: int
     blocks: int
+    wide: bool = False
 
     @property
     def columns(self) -> int:
@@ -73,7 +76,8 @@ class GroupedPlan:
     def shared_bytes(self, weight_format: GroupedFormat, num_experts: int) -> int:
         """Of a block: stages of rows that are an odd number of 64 bytes, experts' starts, and for
         each of two items the assignments of its tile and the scales of its rows."""
-        row_bytes = -(-self.depth * 2 * weight_format.block // 128) * 128 + 64
+        row_bytes = -(-self.depth * 2 * weight_format.block // 128) * 128
+        row_bytes += 0 if self.wide else 64
         aside = 2 * (self.columns + 32 * self.warps)
         return NUM_STAGES * self.columns * row_bytes + 4 * (num_experts + 1 + aside)
 
@@ -104,15 +108,27 @@ LONG_ROW = 4096
 VERY_LONG_ROW = 8192
 
 
+WIDE: Mapping[str, tuple[int, int, int, int]] = {
+    "short rows": (6, 8, 2, 2),
+    "rows": (6, 8, 2, 2),
+}
+"""Case to (tiles, warps, depth, blocks) of wide products, FP8: to be measured."""
+
+SHORT_ROW = 1024
+
+
 def plan_grouped(
-    dim: int, num_assignments: int, num_experts: int, weight_format: str
+    dim: int, num_assignments: int, num_experts: int, weight_format: str, *, has_wide: bool = False
 ) -> GroupedPlan:
     """Plan for rows of `dim` inputs and a mean load: tiles with room for half as much again.
 
     48 tokens hold 99 % of the tiles of 512 tokens of qwen3-30b-a3b, whose load is 32 on average;
-    long rows gain by 64.
+    long rows gain by 64. `has_wide`: whether the device has wide products.
     """
     room = -(-3 * num_assignments // (2 * num_experts))
+    if has_wide and weight_format == "fp8" and room > 16:
+        tiles, warps, depth, blocks = WIDE["short rows" if dim <= SHORT_ROW else "rows"]
+        return GroupedPlan(tiles=tiles, warps=warps, depth=depth, blocks=blocks, wide=True)
     most = 8 if dim >= LONG_ROW else 6
     tiles = next((t for t in (1, 2, 4) if 8 * t >= room), most)
     if tiles == 1:
@@ -140,19 +156,35 @@ def grouped(
     The output of each expert is rounded to bfloat16, as its hidden activation is; sums are FP32 in
     a fixed order. `suits` says what it takes.
     """
-    act_AF = launch_up(routing, gate_up, plan=up_plan, pdl=pdl)
+    num_assignments, num_experts = routing.topk_id_TK.numel(), gate_up.shape[0]
+    has_wide = _has_wide(residual_TD.device)
+    up_plan, down_plan = (
+        plan
+        or plan_grouped(
+            weight.shape[2], num_assignments, num_experts, weight.format, has_wide=has_wide
+        )
+        for plan, weight in ((up_plan, gate_up), (down_plan, down))
+    )
+    act_AF = launch_up(routing, gate_up, plan=up_plan, is_act_wide=down_plan.wide, pdl=pdl)
     y_AD = launch_down(routing, act_AF, down, plan=down_plan, pdl=pdl)
     return launch_combine(routing, y_AD, residual_TD=residual_TD, pdl=pdl)
 
 
 def launch_up(
-    routing: Routing, gate_up: Weight, *, plan: GroupedPlan | None = None, pdl: bool = True
+    routing: Routing,
+    gate_up: Weight,
+    *,
+    plan: GroupedPlan,
+    is_act_wide: bool = False,
+    pdl: bool = True,
 ) -> torch.Tensor:
-    """silu(gate h) * (up h) by position in the order: bfloat16 [A, F]; one launch."""
+    """silu(gate h) * (up h) by position in the order: bfloat16 [A, F]; one launch.
+
+    With `is_act_wide` every 64 features are in the order that wide products of `launch_down` take.
+    """
     num_experts, double_hidden, dim = gate_up.shape
     hidden, (num_tokens, top_k) = double_hidden // 2, routing.topk_id_TK.shape
     num_assignments, device = num_tokens * top_k, routing.h_TD.device
-    plan = plan or plan_grouped(dim, num_assignments, num_experts, gate_up.format)
     act_AF = torch.empty(num_assignments, hidden, dtype=torch.bfloat16, device=device)
     num_blocks = _num_blocks(num_assignments, num_experts, hidden, UP_ROWS, plan)
     early_bytes = 0
@@ -177,6 +209,7 @@ def launch_up(
             dim,
             hidden,
             early_bytes,
+            int(is_act_wide),
         ),
         device=device,
         shared_bytes=plan.shared_bytes(FORMATS[gate_up.format], num_experts),
@@ -190,7 +223,7 @@ def launch_down(
     act_AF: torch.Tensor,
     down: Weight,
     *,
-    plan: GroupedPlan | None = None,
+    plan: GroupedPlan,
     pdl: bool = True,
 ) -> torch.Tensor:
     """down act of each assignment, at its own place: bfloat16 [A, D]; one launch.
@@ -200,7 +233,6 @@ def launch_down(
     """
     num_experts, dim, hidden = down.shape
     num_assignments = act_AF.shape[0]
-    plan = plan or plan_grouped(hidden, num_assignments, num_experts, down.format)
     y_AD = torch.empty(num_assignments, dim, dtype=torch.bfloat16, device=act_AF.device)
     runtime.launch(
         "grouped.cu",
@@ -288,6 +320,11 @@ def suits(routing: Routing, gate_up: Weight, down: Weight, residual_TD: torch.Te
     )
 
 
+def _has_wide(device: torch.device) -> bool:
+    """Whether four warps can multiply together: Hopper alone, before and after it others can."""
+    return device.type == "cuda" and detect(str(device)).capability == (9, 0)
+
+
 def _num_blocks(
     num_assignments: int, num_experts: int, num_rows: int, rows_warp: int, plan: GroupedPlan
 ) -> int:
@@ -304,4 +341,5 @@ def _num_blocks(
 
 def kernel_name(kernel: str, weight_format: str, plan: GroupedPlan) -> str:
     struct = FORMATS[weight_format].struct
-    return f"{kernel}<{struct}, {plan.tiles}, {plan.warps}, {plan.depth}, {plan.blocks}>"
+    parameters = (struct, plan.tiles, plan.warps, plan.depth, plan.blocks, str(plan.wide).lower())
+    return f"{kernel}<{', '.join(map(str, parameters))}>"

@@ -22,6 +22,12 @@ INLINE void copy16(SharedAt to, const void* from) {
 INLINE void copy4(SharedAt to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
+INLINE void copy4_if(bool is_wanted, SharedAt to, const void* from) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.s32 p, %2, 0; @p cp.async.ca.shared.global [%0], [%1], 4; }" ::"r"(to),
+        "l"(from), "r"((int)is_wanted)
+        : "memory");
+}
 INLINE void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits for all groups of this thread but the newest NEWEST. For those of other threads a barrier
