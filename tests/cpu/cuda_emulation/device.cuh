@@ -7,7 +7,6 @@
 #ifndef SUBTEN_DEVICE_CUH
 #define SUBTEN_DEVICE_CUH
 
-#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -147,7 +146,7 @@ inline void run_grid(dim3 grid, int num_threads, int shared_bytes, std::function
     for (int z = 0; z < grid.z; ++z)
         for (int y = 0; y < grid.y; ++y)
             for (int x = 0; x < grid.x; ++x) blocks.push_back({x, y, z});
-    if (is_backwards) std::reverse(blocks.begin(), blocks.end());
+    if (is_backwards) blocks = std::vector<dim3>(blocks.rbegin(), blocks.rend());
     is_again = false;
     while (!blocks.empty()) {
         put_off.clear();
@@ -191,12 +190,6 @@ inline float load_constant_float(const float* at) { return *at; }
 inline float load_from_l2(const float* at) { return *at; }
 inline int load_from_l2(const int* at) { return *at; }
 inline uint4 load_from_l2(const uint4* at) { return *at; }
-inline void fetch_to_l2(const void* from, int num_bytes) {
-    if ((size_t)from % 16 || num_bytes % 16 || num_bytes <= 0) std::abort();
-    volatile u8 seen;
-    for (int i = 0; i < num_bytes; ++i) seen = static_cast<const u8*>(from)[i];
-    (void)seen;
-}
 inline void fetch_line(const void* at) {
     volatile u8 seen = *static_cast<const u8*>(at);
     (void)seen;
