@@ -7,7 +7,6 @@
 #ifndef SUBTEN_DEVICE_CUH
 #define SUBTEN_DEVICE_CUH
 
-#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -147,7 +146,7 @@ inline void run_grid(dim3 grid, int num_threads, int shared_bytes, std::function
     for (int z = 0; z < grid.z; ++z)
         for (int y = 0; y < grid.y; ++y)
             for (int x = 0; x < grid.x; ++x) blocks.push_back({x, y, z});
-    if (is_backwards) std::reverse(blocks.begin(), blocks.end());
+    if (is_backwards) blocks = std::vector<dim3>(blocks.rbegin(), blocks.rend());
     is_again = false;
     while (!blocks.empty()) {
         put_off.clear();
