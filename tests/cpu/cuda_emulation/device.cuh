@@ -190,12 +190,6 @@ inline float load_constant_float(const float* at) { return *at; }
 inline float load_from_l2(const float* at) { return *at; }
 inline int load_from_l2(const int* at) { return *at; }
 inline uint4 load_from_l2(const uint4* at) { return *at; }
-inline void fetch_to_l2(const void* from, int num_bytes) {
-    if ((size_t)from % 16 || num_bytes % 16 || num_bytes <= 0) std::abort();
-    volatile u8 seen;
-    for (int i = 0; i < num_bytes; ++i) seen = static_cast<const u8*>(from)[i];
-    (void)seen;
-}
 inline void fetch_line(const void* at) {
     volatile u8 seen = *static_cast<const u8*>(at);
     (void)seen;

@@ -61,6 +61,13 @@ void wait_copies() {
 }
 
 // Reads what it asks for, all of which must be there.
+inline void fetch_to_l2(const void* from, int num_bytes) {
+    if ((uintptr_t)from % 16 || num_bytes % 16) std::abort();
+    volatile u8 seen;
+    for (int i = 0; i < num_bytes; ++i) seen = static_cast<const u8*>(from)[i];
+    (void)seen;
+}
+
 // One rounding, from the exact result: products and sums here have far fewer than 53 bits.
 inline u32 multiply_add_bf16x2(u32 a, u32 b, u32 c) {
     const double low = (double)low_bf16(a) * low_bf16(b) + low_bf16(c);

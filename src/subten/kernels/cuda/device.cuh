@@ -85,14 +85,7 @@ INLINE uint4 load_from_l2(const uint4* at) {
     return v;
 }
 
-// Asks for bytes, a multiple of 16 as their address, that somebody will read from L2.
-INLINE void fetch_to_l2(const void* from, int num_bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(num_bytes) : "memory");
-#endif
-}
-
-// Asks for the 128 bytes around `at`.
+// Asks L2 for the 128 bytes around `at`.
 INLINE void fetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 // A number that another block of this launch polls: it is its own flag, so no fence is needed.

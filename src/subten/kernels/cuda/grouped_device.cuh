@@ -31,6 +31,13 @@ INLINE void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory");
 }
 
+// Asks for bytes, a multiple of 16, that somebody will read from L2.
+INLINE void fetch_to_l2(const void* from, int num_bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(num_bytes) : "memory");
+#endif
+}
+
 // a * b + c of two bf16 each, rounded once; subnormal numbers are kept.
 INLINE u32 multiply_add_bf16x2(u32 a, u32 b, u32 c) {
     u32 d;

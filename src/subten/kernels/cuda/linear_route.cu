@@ -15,8 +15,8 @@
 // ended. That cannot lock up: it starts once every block of this launch has started or ended, and
 // only block 0 waits for others, which find room beside it on any device that holds two blocks. It
 // sees no id of an earlier launch: it starts after block 0 has let it, which that does once the
-// kernels ahead have ended (nobody reads the ids of a layer before) and ids that are UNSET are in
-// memory. Block 0 comes first so that it starts beside the kernel ahead.
+// kernels ahead have ended, so that this memory is nobody else's any more, and ids that are UNSET
+// lie in it. Block 0 comes first so that it starts beside the kernel ahead.
 // Bytes: those of linear.cu; E * M * 4 of the folded matrix, once, asked for before the wait.
 #include "gemv.cuh"
 #include "select.cuh"

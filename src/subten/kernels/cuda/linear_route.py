@@ -93,7 +93,8 @@ def linear_route(
             scaling_factor=router.scaling_factor,
         ),
     )
-    pick_bytes = 4 * num_experts * (num_parts + 1)
+    # Keys up to a multiple of 4, and the parts.
+    pick_bytes = 4 * (-(-num_experts // 4) * 4 + num_experts * num_parts)
     runtime.launch(
         "linear_route.cu",
         kernel_name(output.format, plan, output.shape, num_experts),
