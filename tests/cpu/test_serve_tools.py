@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -18,6 +19,9 @@ from openai import OpenAI
 from scripted import byte_tokenizer
 from serving import KEY, MODEL, Server
 
+from subten.serve.grammar import Grammar, GrammarChecker, of_strict_calls
+from subten.serve.masks import make_tokenizer, new_matcher
+from subten.serve.protocol import ToolSpec
 from subten.serve.tool_calls import FORMS, ToolCallReader, form_of
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -161,6 +165,86 @@ def test_special_marks_are_those_of_the_tokenizer():
     assert text == MARK
     assert tokenizer.encode_part(MARK) == [token_id]
     assert FORMS["hermes"].special_marks(tokenizer) == {}
+
+
+BYTES = 256
+STRICT = ToolSpec.model_validate(
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"enum": ["a", "b"]}},
+                "required": ["x"],
+                "additionalProperties": False,
+            },
+        },
+    }
+)
+
+
+def strict_grammar(form: str, special: dict[str, int]) -> Grammar:
+    marks = {token_id: name for name, token_id in special.items() if name != "</s>"}
+    grammar = of_strict_calls([STRICT], FORMS[form], marks)
+    assert grammar is not None
+    return grammar
+
+
+def follows(form: str, special: dict[str, int], parts: list[str]) -> bool:
+    """Whether a strict grammar takes an answer whose special tokens are parts of their own."""
+    names = sorted(special, key=special.__getitem__)
+    tokens = [*(bytes([byte]) for byte in range(BYTES)), *(name.encode() for name in names)]
+    ids = list(range(BYTES, len(tokens)))
+    tokenizer = make_tokenizer(
+        tokens,
+        lambda text: list(text.encode()),
+        end_ids=[special["</s>"]],
+        special_ids=ids,
+        vocab_size=len(tokens),
+    )
+    matcher = new_matcher(tokenizer, strict_grammar(form, special).text)
+    for part in [*parts, "</s>"]:
+        for token_id in [special[part]] if part in special else list(part.encode()):
+            matcher.compute_bitmask()
+            if not matcher.consume_token(token_id):
+                return False
+    return True
+
+
+async def is_taken_by_the_checker(grammar: Grammar) -> bool:
+    checker = GrammarChecker()
+    try:
+        return await checker.check(grammar) == grammar.text
+    finally:
+        await checker.close()
+
+
+@pytest.mark.parametrize(
+    ("form", "marks", "call"),
+    [
+        ("hermes", [], [OPEN + '{"name": "add", "arguments": {"x": "Q"}}' + CLOSE]),
+        ("hermes", [OPEN, CLOSE], [OPEN, '\n{"name": "add", "arguments": {"x": "Q"}}\n', CLOSE]),
+        ("mistral", [MARK], [MARK, ' [{"name": "add", "arguments": {"x": "Q"}}]']),
+        ("mistral", [MARK, "[ARGS]"], [MARK, "add", "[ARGS]", '{"x": "Q"}']),
+        ("llama3_json", [], ['{"name": "add", "parameters": {"x": "Q"}}']),
+        ("llama3_json", [TAG], [TAG, '{"name": "add", "parameters": {"x": "Q"}}']),
+    ],
+)
+def test_strict_grammars_take_a_form_and_its_arguments_alone(form, marks, call):
+    special = {name: BYTES + index for index, name in enumerate(["</s>", *marks])}
+
+    def takes(value: str) -> bool:
+        return follows(form, special, [part.replace("Q", value) for part in call])
+
+    # A process that knows bytes alone has to take it, too.
+    assert asyncio.run(is_taken_by_the_checker(strict_grammar(form, special)))
+    assert takes("a")
+    assert takes("b")
+    assert not takes("c")
+    assert follows(form, special, ["just text, {and} [more]"])
+    assert follows(form, special, [])
 
 
 ANSWERS = {
