@@ -40,7 +40,7 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
             publish_barriers();
         }
         sync_warp();
-    });
+    }, [] {});
     if (!has_work) return;
     const int kv_head = share.kv_head, seq = share.seq, token = share.token;
     const int num_keys = share.num_keys, num_seen = share.num_seen, num_slices = share.num_slices;

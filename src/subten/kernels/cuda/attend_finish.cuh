@@ -60,14 +60,14 @@ struct AttendCall {
 struct BlockShare {
     int tile, kv_head, split, seq, token, num_seen, num_keys, num_slices, slices_each, first, end;
 
-    // Finds it for slices of KEYS keys, and calls `start`, which needs nothing of it, while loads are
-    // under way. False for a block that has none, and must end.
+    // Finds it for slices of KEYS keys, and calls `start` and `go_on`, which need nothing of it, while
+    // loads are under way. False for a block that has none, and must end.
     //
     // The integers of the step, and all rows of pages but the newest of each sequence, are older
     // than the step's first kernel: they need no wait. Blocks of split 0 wait, whatever they do; so
     // do all of a grid with a block for every SM, which is a row for one sequence.
-    template <int KEYS, class Start>
-    INLINE bool find(const AttendCall& call, Start start) {
+    template <int KEYS, class Start, class GoOn>
+    INLINE bool find(const AttendCall& call, Start start, GoOn go_on) {
         const bool has_idle = (int)gridDim.x != call.num_kv_heads;
         kv_head = blockIdx.x;
         tile = blockIdx.y;
@@ -80,13 +80,15 @@ struct BlockShare {
         seq = load_from_l2(call.tile_seq + tile);
         token = load_from_l2(call.tile_start + tile);
         start();
-        num_keys = num_seen = 0;
+        int position = -1, length = 0;
         if (seq >= 0) {
             // The low word of an int64 that fits it.
-            num_seen = load_from_l2(reinterpret_cast<const int*>(call.position + token)) + 1;
-            const int length = load_from_l2(call.kv_len + seq);
-            num_keys = length < num_seen ? length : num_seen;
+            position = load_from_l2(reinterpret_cast<const int*>(call.position + token));
+            length = load_from_l2(call.kv_len + seq);
         }
+        go_on();
+        num_seen = position + 1;
+        num_keys = length < num_seen ? length : num_seen;
         num_slices = (num_keys + KEYS - 1) / KEYS;
         slices_each = (num_slices + call.num_splits - 1) / call.num_splits;
         slices_each = slices_each < call.min_slices ? call.min_slices : slices_each;

@@ -64,51 +64,65 @@ struct MixedCall {
     bool has_fine;
 };
 
-// Levels of V at 4 bits, in pairs, over 256.
+// Levels of V at 4 bits, in pairs, over 256: a lane makes the pair of an entry, and the warp stores
+// four entries at a time.
 INLINE void fill_levels(u8* arena) {
     const int num_warps = blockDim.x / WARP, lane = threadIdx.x % WARP;
 #pragma unroll 1
-    for (int entry = threadIdx.x / WARP * 4 + lane / 8; entry < 256; entry += 4 * num_warps) {
+    for (int first = threadIdx.x / WARP * WARP; first < 256; first += WARP * num_warps) {
         float level[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int code = entry >> 4 * i & 15, size = (code >> 2 & 1) * 4 + (code & 3);
+            const int code = (first + lane) >> 4 * i & 15, size = (code >> 2 & 1) * 4 + (code & 3);
             // Sixteenths of codecs/lloyd_max.py's FINE_LEVELS.
             const u64 sizes = 0xfbbb906d5037220bull;
             level[i] = (float)(int)(sizes >> 8 * size & 255) * (code & 8 ? -0x1p-12f : 0x1p-12f);
         }
-        const u32 pair = pack_bf16(level[0], level[1]);
-        *reinterpret_cast<uint4*>(arena + entry * ARENA_ROW + lane % 8 * 16) = {pair, pair, pair,
-                                                                             pair};
+        const u32 own = pack_bf16(level[0], level[1]);
+#pragma unroll
+        for (int i = 0; i < WARP; i += 4) {
+            const u32 pair = shuffle_from((int)own, i + lane / 8);
+            u8* to = arena + (first + i + lane / 8) * ARENA_ROW + lane % 8 * 16;
+            *reinterpret_cast<uint4*>(to) = {pair, pair, pair, pair};
+        }
     }
 }
 
 // Cosines and sines of the distances from a page's middle as A fragments: 32 * 16 bytes each, in
-// quarters of 128 bytes.
+// quarters of 128 bytes. Of the four pairs of columns of `rows` for fragments `f`, those of two tiles.
 template <int DIM>
-INLINE void fill_angles(u8* arena, const float* table, int table_len) {
-    constexpr int UNITS = DIM / 32;
-    const int num_warps = blockDim.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-#pragma unroll 1
-    for (int f = threadIdx.x / WARP; f < 2 * UNITS; f += num_warps) {
-        Turn halves[4];
-        half_turns<DIM>(halves, table, table_len, f % UNITS * 16 + 4 * t);
-        u32 cosines[4], sines[4];
+INLINE void fill_angles(u8* arena, const FirstRows<4>& rows, int f) {
+    const int lane = threadIdx.x % WARP, g = lane / 4, tile = f / (DIM / 32) * 2;
+    const int num = PAGE_KEYS / 2 - 1 - key_of_row(g) - 8 * tile;  // of whole turns from the middle
+    u32 cosines[4], sines[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int key = key_of_row(g) + 8 * (f / UNITS * 2 + i % 2);
-            Turn turns[2];
+    for (int pair = 0; pair < 4; pair += 2) {
+        Turn turns[2][2];  // of two columns; of keys `num` and `num` - 8 from the middle
 #pragma unroll
-            for (int c = 0; c < 2; ++c)
-                turns[c] = odd_turns(halves[i / 2 * 2 + c], PAGE_KEYS / 2 - 1 - key);
-            cosines[i] = pack_half(turns[0].cosine, turns[1].cosine);
-            sines[i] = pack_half(turns[0].sine, turns[1].sine);
+        for (int c = 0; c < 2; ++c) {
+            const Turn half = rows.half(pair + c);
+            Turn all = half, power = half * half;
+            Turn eight{1, 0};
+#pragma unroll
+            for (int bit = 0; bit < 5; ++bit) {
+                const Turn more = all * power;
+                if (num >> bit & 1) all = more;
+                if (bit == 3) eight = power;
+                power = power * power;
+            }
+            turns[c][0] = all;
+            turns[c][1] = all * Turn{eight.cosine, -eight.sine};
         }
-        u8* to = arena + (8 * f + lane / 8) * ARENA_ROW + 128 + lane % 8 * 16;
-        *reinterpret_cast<uint4*>(to) = {cosines[0], cosines[1], cosines[2], cosines[3]};
-        to += 4 * ARENA_ROW;
-        *reinterpret_cast<uint4*>(to) = {sines[0], sines[1], sines[2], sines[3]};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            cosines[pair + i] = pack_half(turns[0][i].cosine, turns[1][i].cosine);
+            sines[pair + i] = pack_half(turns[0][i].sine, turns[1][i].sine);
+        }
     }
+    u8* to = arena + (8 * f + lane / 8) * ARENA_ROW + 128 + lane % 8 * 16;
+    *reinterpret_cast<uint4*>(to) = {cosines[0], cosines[1], cosines[2], cosines[3]};
+    to += 4 * ARENA_ROW;
+    *reinterpret_cast<uint4*>(to) = {sines[0], sines[1], sines[2], sines[3]};
 }
 
 template <int BITS, int DIM, bool HAS_TABLE, bool POLLS>
@@ -133,16 +147,46 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     float* const norms = reinterpret_cast<float*>(arena + 256 * ARENA_ROW);
     u8* const rings = arena + 256 * ARENA_ROW + MAX_MIXED_WARPS * P::NORMS * 4;
     u8* ring = rings + warp * num_stages * P::STAGE;
-    BlockShare share;
-    const bool has_work = share.find<PAGE_KEYS>(call, [&] {
+    // What needs no more than the table is done while loads are under way.
+    constexpr int UNITS = DIM / 32;
+    const int pair = lane % (WARP / 2) * (DIM / WARP);
+    FirstRows<4> of_fragments;
+    FirstRows<DIM / WARP> of_lane;
+    Turn turns[DIM / WARP] = {};  // of the lane's columns, by 31.5 rows
+    if (HAS_TABLE) {
+        of_fragments.template load<DIM>(mixed.table, mixed.table_len,
+                                        warp % UNITS * 16 + 4 * (lane % 4));
+        of_lane.template load<DIM>(mixed.table, mixed.table_len, pair);
+    }
+    auto make_barriers = [&] {
         if (lane == 0) {
 #pragma unroll 1
             for (int i = 0; i < num_stages; ++i) init_barrier(P::barrier_of(ring + i * P::STAGE));
             publish_barriers();
         }
         sync_warp();
-    });
-    if (!has_work) return;
+    };
+    auto make_turns = [&] {
+        if (!HAS_TABLE) return;
+#pragma unroll 1
+        for (int f = warp; f < 2 * UNITS; f += num_warps) {
+            if (f != warp)
+                of_fragments.template load<DIM>(mixed.table, mixed.table_len,
+                                                f % UNITS * 16 + 4 * (lane % 4));
+            fill_angles<DIM>(arena, of_fragments, f);
+        }
+#pragma unroll
+        for (int i = 0; i < DIM / WARP; ++i) {
+            const Turn half = of_lane.half(i);
+            Turn power = half;
+#pragma unroll
+            for (int bit = 0; bit < 6; ++bit) power = power * power;
+            turns[i] = power * Turn{half.cosine, -half.sine};
+            if (warp == 0 && lane < WARP / 2) turns_shared[pair + i] = turns[i];
+        }
+    };
+    BlockShare share;
+    if (!share.find<PAGE_KEYS>(call, make_barriers, make_turns)) return;
     const int tile = share.tile, kv_head = share.kv_head, seq = share.seq, token = share.token;
     const int num_keys = share.num_keys, num_seen = share.num_seen, num_slices = share.num_slices;
     const int split = share.split, first = share.first, end = share.end;
@@ -245,17 +289,6 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
         if (lane == 1) prefetch_bulk(exact.row<DIM>(key, true), 2 * DIM);
         if (HAS_TABLE && lane == 0) prefetch_bulk(mixed.table + (i64)key * DIM, 4 * DIM);
     }
-    const int pair = lane % (WARP / 2) * (DIM / WARP);
-    Turn turns[DIM / WARP] = {};  // those of the lane's columns
-    if (HAS_TABLE) {
-        fill_angles<DIM>(arena, mixed.table, mixed.table_len);
-        half_turns<DIM>(turns, mixed.table, mixed.table_len, pair);
-#pragma unroll
-        for (int i = 0; i < DIM / WARP; ++i) {
-            turns[i] = odd_turns(turns[i], 31);
-            if (warp == 0 && lane < WARP / 2) turns_shared[pair + i] = turns[i];
-        }
-    }
 
     wait_for_previous_kernels();
 #pragma unroll 1
@@ -268,10 +301,17 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     for (int head = warp; head < HEADS; head += num_warps) {
         const bool is_real = head < group;
         const i64 row = (i64)token * call.num_kv_heads * group + kv_head * group + head;
-        float unscale = 1;
+        const u16* from = mixed.q + token * mixed.q_stride_t +
+                          (kv_head * group + head) * mixed.q_stride_h;
+        u16 numbers[DIM / WARP] = {};
+        float own[DIM / WARP] = {}, unscale = 1;
+        if (is_real) {
+#pragma unroll
+            for (int j = 0; j < DIM / WARP; ++j)
+                numbers[j] = from[(lane + j * WARP) * mixed.q_stride_d];
+            if (HAS_TABLE) load_values(own, mixed.coefs + row * DIM + lane * (DIM / WARP));
+        }
         if (HAS_TABLE) {
-            float own[DIM / WARP] = {};
-            if (is_real) load_values(own, mixed.coefs + row * DIM + lane * (DIM / WARP));
             turn_columns(own, turns, lane);
             int most = 0;
 #pragma unroll
@@ -290,16 +330,13 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
             for (int i = 0; i < DIM / WARP; ++i)
                 coefs[head * COEFS + lane * (DIM / WARP) + i] = own[i] * scale;
         }
-        const u16* from = mixed.q + token * mixed.q_stride_t +
-                          (kv_head * group + head) * mixed.q_stride_h;
         float x[DIM / WARP], most = 0;
         bool is_finite = true;
 #pragma unroll
         for (int j = 0; j < DIM / WARP; ++j) {
             const int channel = lane + j * WARP;
-            const u16 number = is_real ? from[channel * mixed.q_stride_d] : (u16)0;
-            q_facts.rows[head * MixedFacts<DIM>::ROW + channel] = number;
-            x[j] = low_bf16(number);
+            q_facts.rows[head * MixedFacts<DIM>::ROW + channel] = numbers[j];
+            x[j] = low_bf16(numbers[j]);
             most = larger(most, larger(x[j], -x[j]));
             is_finite = is_finite && x[j] - x[j] == 0.0f;
         }

@@ -72,37 +72,26 @@ struct Turn {
     }
 };
 
-// For a lane's N neighbouring pairs of columns from `pair` on: half of the turn from one row of the
-// table to the next, which are turns of one another, times a factor.
-template <int DIM, int N>
-INLINE void half_turns(Turn (&halves)[N], const float* table, int table_len, int pair) {
-    float factor[N], cosine[N] = {}, sine[N] = {};
-    load_vector(factor, table + pair);
-    if (table_len > 1) {
-        load_vector(cosine, table + DIM + pair);
-        load_vector(sine, table + DIM + DIM / 2 + pair);
-    }
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        const float inverse = rough_reciprocal(factor[i]);
-        // There is one row, or one that counts.
-        const bool is_alone = table_len < 2 || cosine[i] != cosine[i];
-        const Turn whole{is_alone ? 1.0f : cosine[i] * inverse, is_alone ? 0.0f : sine[i] * inverse};
-        halves[i] = whole.half();
-    }
-}
+// Of N neighbouring pairs of columns from `pair` on, what rows 0 and 1 of the table have. Rows are
+// turns of one another, times a factor.
+template <int N>
+struct FirstRows {
+    float factor[N], cosine[N], sine[N];
 
-// `half` 2 * n + 1 times, n < 32.
-INLINE Turn odd_turns(Turn half, int n) {
-    Turn all = half, power = half * half;
-#pragma unroll
-    for (int bit = 0; bit < 5; ++bit) {
-        const Turn more = all * power;
-        if (n >> bit & 1) all = more;
-        power = power * power;
+    template <int DIM>
+    INLINE void load(const float* table, int table_len, int pair) {
+        const float* next = table + (table_len > 1 ? DIM : 0) + pair;
+        load_vector(factor, table + pair);
+        load_vector(cosine, next);
+        load_vector(sine, next + DIM / 2);
     }
-    return all;
-}
+    // Half of the turn from a row to the next; none where there is no next row that counts.
+    INLINE Turn half(int i) const {
+        if (cosine[i] != cosine[i]) return {1, 0};
+        const float inverse = rough_reciprocal(factor[i]);
+        return Turn{cosine[i] * inverse, sine[i] * inverse}.half();
+    }
+};
 
 // Bytes of a page's planes, and where they lie in a stage of the ring: K, one row of the table of
 // positions, V, its fine plane. A stage ends in a barrier and a word for the consumer. A warp has
