@@ -13,12 +13,11 @@ namespace {
 using emulation::Launch;
 using emulation::unpack;
 
-#define ONE(KERNEL, CODES, NT, WARPS, DEPTH, WIDE)                                        \
-    {#KERNEL "<" #CODES ", " #NT ", " #WARPS ", " #DEPTH ", 1, " #WIDE ">",               \
-     unpack(KERNEL<CODES, NT, WARPS, DEPTH, 1, WIDE>)}
-#define BOTH(CODES, NT, WARPS, DEPTH, WIDE)                 \
-    ONE(grouped_up_kernel, CODES, NT, WARPS, DEPTH, WIDE),  \
-        ONE(grouped_down_kernel, CODES, NT, WARPS, DEPTH, WIDE)
+#define BOTH(CODES, NT, WARPS, DEPTH, WIDE)                                                  \
+    {"grouped_up_kernel<" #CODES ", " #NT ", " #WARPS ", " #DEPTH ", 1, " #WIDE ", false, 0>", \
+     unpack(grouped_up_kernel<CODES, NT, WARPS, DEPTH, 1, WIDE, false, 0>)},                  \
+    {"grouped_down_kernel<" #CODES ", " #NT ", " #WARPS ", " #DEPTH ", 1, " #WIDE ", 0>",      \
+     unpack(grouped_down_kernel<CODES, NT, WARPS, DEPTH, 1, WIDE, 0>)}
 #define ALL(CODES)                                                                        \
     BOTH(CODES, 1, 1, 2, false), BOTH(CODES, 2, 2, 2, false), BOTH(CODES, 2, 2, 3, false), \
         BOTH(CODES, 3, 3, 1, false), BOTH(CODES, 4, 2, 2, false)

@@ -283,7 +283,7 @@ INLINE void store_pair(u16* to, float low, float high) {
 // instructions (SASS, 48 tokens; 96 of them `mma`), and its share of the memory's time is 820
 // cycles.
 template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE,
-          bool IN_PLACE = false, int TRY = 0>
+          bool IN_PLACE, int TRY>
 __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_up_kernel(const u8* codes, const void* scale, const u16* h, const int* start,
                       const int* order, u16* act, int num_experts, int top_k, int dim,
@@ -385,7 +385,7 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
 // Bytes: D rows of weights for each expert with tokens, A * F * 2 from L2 for each part of the
 // rows, A * D * 2 of y.
 template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE,
-          int TRY = 0>
+          int TRY>
 __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_down_kernel(const u8* codes, const void* scale, const u16* act, const int* start,
                         const int* order, u16* y, int num_experts, int dim, int hidden,

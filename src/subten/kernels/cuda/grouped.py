@@ -341,5 +341,6 @@ def _num_blocks(
 
 def kernel_name(kernel: str, weight_format: str, plan: GroupedPlan) -> str:
     struct = FORMATS[weight_format].struct
-    parameters = (struct, plan.tiles, plan.warps, plan.depth, plan.blocks, str(plan.wide).lower())
+    parameters = [struct, plan.tiles, plan.warps, plan.depth, plan.blocks, str(plan.wide).lower()]
+    parameters += ["false", 0] if kernel == "grouped_up_kernel" else [0]
     return f"{kernel}<{', '.join(map(str, parameters))}>"
