@@ -18,6 +18,7 @@ pytest.importorskip("openai")
 from openai import OpenAI
 from scripted import byte_tokenizer
 from serving import KEY, MODEL, Server
+from tokenizers import AddedToken
 
 from subten.serve.grammar import Grammar, GrammarChecker, of_strict_calls
 from subten.serve.masks import make_tokenizer, new_matcher
@@ -164,6 +165,9 @@ def test_special_marks_are_those_of_the_tokenizer():
     [(token_id, text)] = FORMS["mistral"].special_marks(tokenizer).items()
     assert text == MARK
     assert tokenizer.encode_part(MARK) == [token_id]
+    assert FORMS["hermes"].special_marks(tokenizer) == {}
+    # Qwen3 has Hermes' marks as tokens that are text.
+    tokenizer.backend.add_tokens([AddedToken(OPEN, special=False, normalized=False)])
     assert FORMS["hermes"].special_marks(tokenizer) == {}
 
 

@@ -80,7 +80,7 @@ class CallForm:
     def special_marks(self, tokenizer: Tokenizer) -> dict[int, str]:
         """Those of its marks that are special tokens, which texts leave out otherwise."""
         added = tokenizer.backend.get_added_tokens_decoder().items()
-        return {i: token.content for i, token in added if token.content in self.marks}
+        return {i: t.content for i, t in added if t.special and t.content in self.marks}
 
 
 class ToolCallReader:
@@ -95,7 +95,7 @@ class ToolCallReader:
         self._num_held = 0
         self._tail = ""
         self._opened = ""
-        self._is_forced = self._is_inside = form is None
+        self._is_inside = form is None
         self._may_begin = form is not None and form.may_be_bare
 
     def push(self, piece: str) -> Found:
