@@ -79,18 +79,16 @@ struct BlockShare {
         }
         seq = load_from_l2(call.tile_seq + tile);
         token = load_from_l2(call.tile_start + tile);
-        // Those of token and sequence 0, which a step of one has, without waiting for which they are.
-        // Of a position the low word of an int64 that fits it.
-        int position = load_from_l2(reinterpret_cast<const int*>(call.position));
-        int length = load_from_l2(call.kv_len);
         start();
-        if (seq >= 0 && (seq > 0 || token > 0)) {
+        int position = -1, length = 0;
+        if (seq >= 0) {
+            // The low word of an int64 that fits it.
             position = load_from_l2(reinterpret_cast<const int*>(call.position + token));
             length = load_from_l2(call.kv_len + seq);
         }
         go_on();
-        num_seen = seq < 0 ? 0 : position + 1;
-        num_keys = seq < 0 ? 0 : length < num_seen ? length : num_seen;
+        num_seen = position + 1;
+        num_keys = length < num_seen ? length : num_seen;
         num_slices = (num_keys + KEYS - 1) / KEYS;
         slices_each = (num_slices + call.num_splits - 1) / call.num_splits;
         slices_each = slices_each < call.min_slices ? call.min_slices : slices_each;
