@@ -9,7 +9,7 @@ import torch
 
 from conftest import assert_close
 from subten.kernels import linear as linear_module
-from subten.kernels.linear import MAX_ONE_LAUNCH, linear, linear_torch, unpack_beside
+from subten.kernels.linear import MAX_ONE_LAUNCH, linear, linear_torch
 from subten.kernels.weight_formats import WEIGHT_FORMATS, Weight
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -196,25 +196,3 @@ def test_the_twin_adds_nothing_to_a_plain_product(randn: Callable[..., torch.Ten
     case = Case(randn, (1, 24, 40), "none", torch.bfloat16, "bias residual")
     expected = case.residual + torch.nn.functional.linear(case.x, case.weight.codes, case.bias)
     assert torch.equal(case.run(linear_torch), expected)
-
-
-@pytest.mark.parametrize("weight_format", ["none", "fp8", "int4"])
-def test_weights_are_unpacked_beside_other_work_within_a_capture(randn, device, weight_format):
-    """There what was started gives the bits of the product itself; elsewhere nothing is started."""
-    weight = Weight.of(randn(96, 128).bfloat16(), weight_format, search=False)
-    x_TK = randn(64, 128).bfloat16()
-    assert unpack_beside(weight, 64) is None
-    if device.type != "cuda":
-        return
-    expected_TN = linear(x_TK, weight)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        assert unpack_beside(weight, 63) is None
-        beside = unpack_beside(weight, 64)
-        other = x_TK.float().sin().sum()
-        assert (beside is None) == (weight_format == "none")
-        out_TN = linear(x_TK, weight if beside is None else beside.take())
-    out_TN.fill_(torch.nan)
-    graph.replay()
-    assert torch.equal(out_TN, expected_TN)
-    assert bool(other.isfinite())

@@ -5,7 +5,6 @@ Letters: T tokens, N output features, K inputs, R rows of a chunk of the weight.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +24,6 @@ from subten.kernels.weight_formats import (
 MAX_ONE_LAUNCH = 16
 """Tokens up to which `linear` is one launch: the rows that a tensor core takes anyway. The same
 tiles serve 1 and 16, so that a token's bits do not depend on how many others there are."""
-
-UNPACK_ROWS = 16
-"""Rows of a program that makes bfloat16 of a weight."""
 
 
 def linear(
@@ -192,69 +188,16 @@ def _product(h_TK: torch.Tensor, w_RK: torch.Tensor, out_dtype: torch.dtype) -> 
     return cpu_linear(h_TK, w_RK)
 
 
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """A weight that is being unpacked while other work runs."""
-
-    weight: Weight
-    done: torch.cuda.Event
-
-    def take(self) -> Weight:
-        """The weight in the dtype of its layer, for launches on the current stream from here on."""
-        torch.cuda.current_stream(self.weight.codes.device).wait_event(self.done)
-        return self.weight
-
-
-BESIDE_TOKENS = 64
-"""Tokens from which every backend unpacks a weight whole."""
-
-
-def unpack_beside(weight: Weight, num_tokens: int) -> Beside | None:
-    """Start to unpack a weight for `linear` of so many tokens, beside the launches from here on.
-
-    Within a graph capture alone, where it costs no host's time, and None where `linear` would not
-    unpack the weight as a whole. The result must be taken before the capture ends.
-    """
-    num_out, num_in = weight.shape
-    device = weight.codes.device
-    is_whole = num_tokens >= BESIDE_TOKENS and chunk_rows(num_in, device) >= num_out
-    if device.type != "cuda" or weight.scale is None or not is_whole:
-        return None
-    side = _side_stream(device)  # made before there is a capture
-    if not torch.cuda.is_current_stream_capturing():
-        return None
-    # Memory of the stream that will read it: what has used it before has ended where `side` begins.
-    values = torch.empty(num_out, num_in, dtype=weight.dtype, device=device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        _unpack(weight, slice(0, num_out), values)
-        done = side.record_event()
-    return Beside(Weight.of(values), done)
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
 def _unpacked(weight: Weight, rows: slice) -> torch.Tensor:
     """Rows of the weight in its dtype: a view for `none`, else one launch into a new tensor."""
     if weight.scale is None:
         return weight.codes[rows]
-    shape = (rows.stop - rows.start, weight.in_features)
-    w_RK = torch.empty(shape, dtype=weight.dtype, device=weight.codes.device)
-    _unpack(weight, rows, w_RK)
-    return w_RK
-
-
-def _unpack(weight: Weight, rows: slice, w_RK: torch.Tensor) -> None:
-    """Write rows of a quantised weight to `w_RK`; one launch."""
-    assert weight.scale is not None, weight.format
     codes_RB, scale_RG = weight.storage[rows], weight.scale[rows]
-    num_rows, num_in = w_RK.shape
+    num_rows, num_in = codes_RB.shape[0], weight.in_features
+    w_RK = torch.empty(num_rows, num_in, dtype=weight.dtype, device=codes_RB.device)
     # 16 bytes a thread; a tile of int4 lies within a group.
     block_k = 128 if weight.format == "fp8" else weight.group
-    _unpack_kernel[(triton.cdiv(num_rows, UNPACK_ROWS), triton.cdiv(num_in, block_k))](
+    _unpack_kernel[(triton.cdiv(num_rows, 16), triton.cdiv(num_in, block_k))](
         codes_RB,
         scale_RG,
         w_RK,
@@ -263,10 +206,11 @@ def _unpack(weight: Weight, rows: slice, w_RK: torch.Tensor) -> None:
         K=num_in,
         GROUP=weight.group,
         LOAD_CODES=WEIGHT_FORMATS[weight.format].loader(codes_RB.device),
-        BLOCK_R=UNPACK_ROWS,
+        BLOCK_R=16,
         BLOCK_K=block_k,
         num_warps=4,
     )
+    return w_RK
 
 
 # out = residual + bias + h @ W.T for up to BLOCK_T tokens, h = x * norm / rms(x) rounded to the

@@ -55,7 +55,6 @@ def route_many(
         BLOCK_T=launch.block_t,
         BLOCK_E=launch.block_e,
         BLOCK_D=launch.block_d,
-        PRECISION=launch.precision,
         num_warps=launch.num_warps,
         num_stages=3,
     )
@@ -113,7 +112,6 @@ class ManyLaunch:
     num_slices: int
     pick_block_t: int
     num_warps: int
-    precision: str = "tf32x3"
 
 
 TARGET_PROGRAMS = 132
@@ -126,7 +124,8 @@ MIN_SLICE = 128
 def choose_many(num_tokens: int, num_experts: int, dim: int) -> ManyLaunch:
     """32 tokens share a tile of the gate; slices of D make up for few tiles.
 
-    At 512 tokens of qwen3-30b-a3b 4 us a layer less than 64 tokens of half as many features.
+    At 512 tokens of qwen3-30b-a3b 4 us a layer less than in tiles of 64 tokens by half as many
+    features (benchmarks/plans/h200-prompt.json).
     """
     block_t = max(16, min(32, triton.next_power_of_2(num_tokens)))
     block_e = max(16, min(128, triton.next_power_of_2(num_experts)))
@@ -176,7 +175,6 @@ def _score_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
 ) -> None:
     tl.static_assert(SLICE % BLOCK_D == 0)
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -199,7 +197,7 @@ def _score_kernel(
             x * norm_weight.to(tl.float32),
             tl.trans(gate.to(tl.float32)),
             acc=score_TE,
-            input_precision=PRECISION,
+            input_precision="tf32x3",
         )
     row = s.to(tl.int64) * num_tokens + t
     if tl.program_id(1) == 0:

@@ -80,8 +80,6 @@ class Attention(nn.Module):
         qkv_THD = qkv_TN.view(num_tokens, -1, self.head_dim)
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q_THD, k_TGD, v_TGD = qkv_THD.split(heads, dim=1)
-        # Attention leaves the memory idle.
-        self.output.unpack_beside(num_tokens)
         out_THD = self.ops.append_attend(
             q_THD,
             k_TGD,

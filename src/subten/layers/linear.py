@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from subten.kernels import Ops
-from subten.kernels.linear import Beside, unpack_beside
 from subten.kernels.weight_formats import Weight
 
 
@@ -58,7 +57,6 @@ class Linear(nn.Module):
         self.ops = ops
         self.weight = spec.weight(out_features, in_features, name=name)
         self.bias = spec.empty(out_features) if has_bias else None
-        self._beside: Beside | None = None
 
     def forward(
         self,
@@ -69,16 +67,11 @@ class Linear(nn.Module):
         residual_TN: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x_TK [T, K] -> [T, N], in the residual's dtype or the layer's; see `kernels.linear`."""
-        beside, self._beside = self._beside, None
         return self.ops.linear(  # type: ignore[no-any-return]
             x_TK,
-            self.weight if beside is None else beside.take(),
+            self.weight,
             bias_N=self.bias,
             norm_weight_K=norm_weight_K,
             eps=eps,
             residual_TN=residual_TN,
         )
-
-    def unpack_beside(self, num_tokens: int) -> None:
-        """Start on the weight for the next call, where that can run beside other work."""
-        self._beside = unpack_beside(self.weight, num_tokens)

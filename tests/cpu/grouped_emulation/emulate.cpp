@@ -14,10 +14,10 @@ using emulation::Launch;
 using emulation::unpack;
 
 #define BOTH(CODES, NT, WARPS, DEPTH, WIDE)                                                  \
-    {"grouped_up_kernel<" #CODES ", " #NT ", " #WARPS ", " #DEPTH ", 1, " #WIDE ", false, 0>", \
-     unpack(grouped_up_kernel<CODES, NT, WARPS, DEPTH, 1, WIDE, false, 0>)},                  \
-    {"grouped_down_kernel<" #CODES ", " #NT ", " #WARPS ", " #DEPTH ", 1, " #WIDE ", 0>",      \
-     unpack(grouped_down_kernel<CODES, NT, WARPS, DEPTH, 1, WIDE, 0>)}
+    {"grouped_up_kernel<" #CODES ", " #NT ", " #WARPS ", " #DEPTH ", 1, " #WIDE ">", \
+     unpack(grouped_up_kernel<CODES, NT, WARPS, DEPTH, 1, WIDE>)},                  \
+    {"grouped_down_kernel<" #CODES ", " #NT ", " #WARPS ", " #DEPTH ", 1, " #WIDE ">",      \
+     unpack(grouped_down_kernel<CODES, NT, WARPS, DEPTH, 1, WIDE>)}
 #define ALL(CODES)                                                                        \
     BOTH(CODES, 1, 1, 2, false), BOTH(CODES, 2, 2, 2, false), BOTH(CODES, 2, 2, 3, false), \
         BOTH(CODES, 3, 3, 1, false), BOTH(CODES, 4, 2, 2, false)

@@ -65,7 +65,7 @@ struct Tiles {
 //   inputs 2 i and 2 i + 1 (4 bytes) of a token:  word i / 8 of unit i % 8
 //
 // With IN_PLACE they lie like that in memory already; without, copies put them there, 4 bytes each.
-template <class Format, int NT, int WARPS, int DEPTH, bool WIDE, bool IN_PLACE, int TRY>
+template <class Format, int NT, int WARPS, int DEPTH, bool WIDE, bool IN_PLACE>
 struct Product : Sums<Format, NT> {
     using Sums<Format, NT>::UNITS;
     using Sums<Format, NT>::BLOCK_BYTES;
@@ -160,20 +160,9 @@ struct Product : Sums<Format, NT> {
     }
 
     INLINE void run(Cursor<Format>& cursor, int num_columns) {
-        const int num_tiles = (num_columns + 7) / 8;
-        this->clear();
-        // Few sizes of wide products, as each is a loop to fetch.
-        if (WIDE && NT > (TRY ? 4 : 6) && num_tiles <= 4)
-            run_chunks<(NT < 4 ? NT : 4)>(cursor, num_tiles);
-        else if (WIDE && NT > 8 && num_tiles <= 8)
-            run_chunks<(NT < 8 ? NT : 8)>(cursor, num_tiles);
-        else
-            run_chunks<NT>(cursor, num_tiles);
-    }
-
-    template <int TILES>
-    INLINE void run_chunks(Cursor<Format>& cursor, int num_tiles) {
         const int lane = thread % WARP, num_chunks = (num_blocks + DEPTH - 1) / DEPTH;
+        this->clear();
+        const int num_tiles = (num_columns + 7) / 8;
         const u8* own = stages + lane / 4 * ROW_BYTES + lane % 4 * 16;
         int stage = 0;
         for (int chunk = 0; chunk < num_chunks; ++chunk) {
@@ -188,7 +177,7 @@ struct Product : Sums<Format, NT> {
                 if (s >= left) break;
                 const bool has_next = s + DEPTH < left;
                 if constexpr (WIDE) {
-                    multiply_wide<TILES>(ring[s], shared_at(stages) + stage + s * WIDE_BYTES, [&] {
+                    multiply_wide(ring[s], shared_at(stages) + stage + s * WIDE_BYTES, [&] {
                         if (has_next) cursor.load(ring[s]);
                     });
                 } else {
@@ -203,30 +192,27 @@ struct Product : Sums<Format, NT> {
 
     // While the products of one step of 16 inputs run, the weights of the next are decoded.
     // `when_read`: once nobody needs `block` any more.
-    template <int TILES, class WhenRead>
+    template <class WhenRead>
     INLINE void multiply_wide(const Block<Format>& block, SharedAt tokens, WhenRead when_read) {
         const ColumnsAt columns = columns_at(tokens);
-        constexpr int TOGETHER = TRY == 2 ? 2 : 1;  // steps
         u32 a[2][2][4];  // [step][mma]
 #pragma unroll
-        for (int first = 0; first < 2 * UNITS; first += TOGETHER) {
-            wait_wide_mma<2 - TOGETHER>();
+        for (int step = 0; step < 2 * UNITS; ++step) {
+            u32(&now)[2][4] = a[step % 2];
+            wait_wide_mma<1>();
 #pragma unroll
-            for (int i = 0; i < 4 * TOGETHER; ++i) {
-                const int step = first + i / 4, mma = i / 2 % 2, high = i % 2;
+            for (int i = 0; i < 4; ++i) {
+                const int mma = i / 2, high = i % 2;
                 u32 pair[4];
                 Format::pairs(pair, block.codes[mma][high], step / 2);
-                a[step % 2][mma][high] = pair[step % 2 * 2];
-                a[step % 2][mma][high + 2] = pair[step % 2 * 2 + 1];
+                now[mma][high] = pair[step % 2 * 2];
+                now[mma][high + 2] = pair[step % 2 * 2 + 1];
             }
-            if (first + TOGETHER == 2 * UNITS) when_read();
+            if (step == 2 * UNITS - 1) when_read();
             begin_wide_mma();
-#pragma unroll
-            for (int step = first; step < first + TOGETHER; ++step) {
-                const ColumnsAt b = columns_on(columns, step);
-                WideMma<TILES>::template add<0>(sum, a[step % 2][0], b);
-                WideMma<TILES>::template add<1>(sum, a[step % 2][1], b);
-            }
+            const ColumnsAt b = columns_on(columns, step);
+            WideMma<NT>::template add<0>(sum, now[0], b);
+            WideMma<NT>::template add<1>(sum, now[1], b);
             end_wide_mma();
         }
     }
@@ -279,17 +265,16 @@ INLINE void store_pair(u16* to, float low, float high) {
 // repeats the last 16 and stores nothing.
 // Bytes: 2 * F rows of weights for each expert with tokens, once where its tokens fit a tile or L2
 // serves the others; A * D * 2 from L2 for each part of the rows; A * F * 2 of act.
-// FP8, 512 tokens of qwen3-30b-a3b: 403 MB, 90 us at 4.5 TB/s. For 128 inputs a warp has 434
-// instructions (SASS, 48 tokens; 96 of them `mma`), and its share of the memory's time is 820
-// cycles.
-template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE,
-          bool IN_PLACE, int TRY>
+// FP8, 512 tokens of qwen3-30b-a3b: 403 MB, 90 us at 4.5 TB/s. For 128 inputs and 48 tokens a warp
+// has 445 instructions (SASS; 96 of them `mma`), or 368 with WIDE (16 of them `wgmma`), and its
+// share of the memory's time is 820 cycles.
+template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE>
 __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_up_kernel(const u8* codes, const void* scale, const u16* h, const int* start,
                       const int* order, u16* act, int num_experts, int top_k, int dim,
                       int hidden, int early_bytes, int is_act_wide) {
     DYNAMIC_SHARED(dynamic_shared);
-    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, IN_PLACE, TRY>;
+    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, false>;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     // While experts are chosen, and nothing else reads memory: where each will have tokens, these
     // are about the rows that the first items take.
@@ -384,14 +369,13 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
 //
 // Bytes: D rows of weights for each expert with tokens, A * F * 2 from L2 for each part of the
 // rows, A * D * 2 of y.
-template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE,
-          int TRY>
+template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE>
 __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_down_kernel(const u8* codes, const void* scale, const u16* act, const int* start,
                         const int* order, u16* y, int num_experts, int dim, int hidden,
                         int has_early_starts) {
     DYNAMIC_SHARED(dynamic_shared);
-    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, true, TRY>;
+    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, true>;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     launch_dependents();
     // Starts and weights may be read here if the kernel before is `grouped_up_kernel`, which lets
