@@ -7,7 +7,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -19,7 +19,6 @@ from subten.kernels.cuda.experts import MEASURED_DOWN, UP_TILE, plan_down, up_ah
 from subten.kernels.cuda.gemv import (
     FORMATS,
     KEPT_UNITS,
-    LEAN,
     MEASURED,
     MEASURED_AHEAD,
     NUM_SMS,
@@ -145,10 +144,7 @@ class Sizes:
         plans = list(down_plans(best, *key) if name == "down" else gemv_plans(best, *key))
         if self._is_ahead(name):
             plans = [plan for plan in plans if units_of_thread(key[1], plan) <= KEPT_UNITS]
-        if self.num_tokens == 1 and (name == "qkv" or (name, self.is_ahead) == ("output", False)):
-            few = [plan for plan in plans if plan.depth <= 4 and units_of_thread(key[1], plan) <= 2]
-            plans += [replace(plan, lean=True) for plan in few]
-        return list(dict.fromkeys([best, *plans]))
+        return plans
 
     def job(self, name: str, plan: GemvPlan | None) -> Job:
         """The kernel of a matrix or of the router."""
@@ -228,7 +224,6 @@ def print_tables(records: Iterable[dict[str, Any]]) -> None:
     gemv: dict[tuple[int, int, str], tuple[int, ...]] = dict(MEASURED)
     ahead: dict[tuple[int, int, str], tuple[int, ...]] = dict(MEASURED_AHEAD)
     down: dict[tuple[int, int, str], tuple[int, ...]] = dict(MEASURED_DOWN)
-    lean = set(LEAN)
     ranked = [r for r in records if r.get("plan") and r.get("pdl") and r.get("key")]
     ranked.sort(key=lambda r: (r["mode"] == "chain", -r["us"]))
     for record in ranked:
@@ -239,10 +234,8 @@ def print_tables(records: Iterable[dict[str, Any]]) -> None:
             ahead[key] = plan_row(plan)
         else:
             gemv[key] = plan_row(plan)
-            (lean.add if plan.lean else lean.discard)(key)
     for name, table in (("MEASURED", gemv), ("MEASURED_AHEAD", ahead), ("MEASURED_DOWN", down)):
         print(f"{name} = {{")
         for (first, second, weight_format), row in table.items():
             print(f'    ({first}, {second}, "{weight_format}"): {row},')
         print("}")
-    print(f"LEAN = frozenset({sorted(lean)})")

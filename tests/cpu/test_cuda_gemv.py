@@ -120,21 +120,6 @@ def test_linear_of_every_kind_of_plan(randn, weight_format, plan):
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.usefixtures("kernels", "poisoned")
-def test_a_lean_plan_has_the_same_bits(randn, weight_format):
-    weight = Weight.of(randn(80, 1280, scale=0.02).bfloat16(), weight_format)
-    x_1K, norm_K = randn(1, 1280), (1 + 0.2 * randn(1280)).bfloat16()
-    plan = GemvPlan(warps_k=3, warps_n=2, tiles=2, depth=2)
-    lean = dataclasses.replace(plan, lean=True)
-    assert plan.bounds == "512, 1" and lean.bounds == "192, 5"
-    assert dataclasses.replace(lean, warps_k=16, warps_n=1).bounds == "512, 2"
-    assert dataclasses.replace(lean, warps_k=4, warps_n=3).bounds == "384, 2"
-    options = {"norm_weight_K": norm_K, "eps": EPS}
-    expected_1N = linear(x_1K, weight, plan=plan, **options)
-    assert torch.equal(linear(x_1K, weight, plan=lean, **options), expected_1N)
-
-
-@pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("dim", [128, 384, 512, 640])
 @pytest.mark.usefixtures("kernels", "poisoned")
 def test_one_token_in_and_past_the_registers(randn, weight_format, dim):

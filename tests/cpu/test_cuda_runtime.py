@@ -16,11 +16,10 @@ KERNELS = [
     (source, f"{kernel}<{weight_format.struct}, {depth}{rest}>")
     for source, kernel, rest in (
         *(
-            ("linear.cu", "linear_kernel", f", {x_is_bf16}, {is_one}, 512, 1")
+            ("linear.cu", "linear_kernel", f", {x_is_bf16}, {is_one}")
             for x_is_bf16 in ("false", "true")
             for is_one in ("false", "true")
         ),
-        ("linear.cu", "linear_kernel", ", false, true, 384, 2"),
         ("linear_route.cu", "linear_route_kernel", ", 1, 3, 512, 1"),
         ("up_ahead.cu", "up_ahead_kernel", ", 1, 512, 1"),
         ("experts.cu", "up_kernel", ", false"),

@@ -138,7 +138,7 @@ inline bool run_block(int num_threads, std::function<void()> kernel) {
 }
 
 inline void run_grid(dim3 grid, int num_threads, int shared_bytes, std::function<void()> kernel) {
-    std::vector<float4> shared(shared_bytes / sizeof(float4) + 1);
+    std::vector<float4> shared(shared_bytes / sizeof(float4) + 5);
     dynamic_shared = reinterpret_cast<u8*>(shared.data());
     gridDim = grid;
     blockDim = {num_threads, 1, 1};
@@ -154,6 +154,9 @@ inline void run_grid(dim3 grid, int num_threads, int shared_bytes, std::function
             std::memset(dynamic_shared, 0xff, shared.size() * sizeof(float4));
             blockIdx = block;
             if (!run_block(num_threads, kernel)) put_off.push_back(block);
+            // A kernel that writes past its shared memory.
+            for (int i = shared_bytes; i < shared_bytes + 64; ++i)
+                if (dynamic_shared[i] != 0xff) std::abort();
         }
         if (put_off.size() == blocks.size()) std::abort();  // blocks wait for one another
         blocks = put_off;

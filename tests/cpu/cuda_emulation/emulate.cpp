@@ -20,9 +20,9 @@ using emulation::unpack;
 
 #define TOKENS(FORMAT, DEPTH, IS_ONE)                                                      \
     EACH("linear_kernel<" #FORMAT ", " #DEPTH ", true, " #IS_ONE ">",                      \
-         (linear_kernel<FORMAT, DEPTH, true, IS_ONE, 512, 2>)),                                    \
+         (linear_kernel<FORMAT, DEPTH, true, IS_ONE>)),                                    \
         EACH("linear_kernel<" #FORMAT ", " #DEPTH ", false, " #IS_ONE ">",                 \
-             (linear_kernel<FORMAT, DEPTH, false, IS_ONE, 512, 2>)),                               \
+             (linear_kernel<FORMAT, DEPTH, false, IS_ONE>)),                               \
         EACH("up_kernel<" #FORMAT ", " #DEPTH ", " #IS_ONE ">",                            \
              (up_kernel<FORMAT, DEPTH, IS_ONE>))
 

@@ -62,8 +62,6 @@ class GemvPlan:
     decides the order of sums, so it must not depend on the number of tokens: a token's bits are
     the same alone and among others. With `starts_early` the launch may begin, and fetch weights,
     while the one ahead still runs (programmatic dependent launch).
-    A `lean` product takes 80 registers a thread at most, or 64 in 16 warps, so that
-    blocks of the launches before and after find room beside its own.
     """
 
     warps_k: int
@@ -71,20 +69,11 @@ class GemvPlan:
     tiles: int = 1
     depth: int = 4
     starts_early: bool = True
-    lean: bool = False
 
     @property
     def num_threads(self) -> int:
         """Threads of a block."""
         return 32 * self.warps_k * self.warps_n
-
-    @property
-    def bounds(self) -> str:
-        """Launch bounds of `linear`: the most threads, and blocks that should fit an SM."""
-        if not self.lean:
-            return "512, 1"
-        blocks = max(65536 // (80 * self.num_threads), 1024 // self.num_threads)
-        return f"{self.num_threads}, {blocks}"
 
     def check(self, dim: int, weight_format: DeviceFormat) -> None:
         """Assert what the kernels rely on."""
@@ -130,10 +119,6 @@ of qwen3-30b-a3b with attention in the chain too, benchmarks/plans/h200-layer-pl
 """
 
 
-LEAN: frozenset[tuple[int, int, str]] = frozenset()
-"""Keys of MEASURED whose plan is lean."""
-
-
 def plan_gemv(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
     """Plan of a matrix of `num_tiles` tiles of 16 rows: as measured, or else by a rule.
 
@@ -141,13 +126,10 @@ def plan_gemv(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
     all of it is in flight at once. Many tiles: 8 warps a block on neighbouring tiles, so that x is
     prepared less often, and short enough blocks for an even end.
     """
-    key = (num_tiles, dim, weight_format)
-    measured = MEASURED.get(key)
+    measured = MEASURED.get((num_tiles, dim, weight_format))
     if measured is not None:
         warps_k, warps_n, tiles, depth = measured
-        return GemvPlan(
-            warps_k=warps_k, warps_n=warps_n, tiles=tiles, depth=depth, lean=key in LEAN
-        )
+        return GemvPlan(warps_k=warps_k, warps_n=warps_n, tiles=tiles, depth=depth)
     device_format = FORMATS[weight_format]
     num_blocks = dim // device_format.block
     is_large = num_tiles >= 16 * NUM_SMS
@@ -169,11 +151,10 @@ def plan_gemv(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
 
 MEASURED_AHEAD: Mapping[tuple[int, int, str], tuple[int, int, int, int]] = {
     (128, 4096, "none"): (16, 1, 1, 6),
-    (128, 4096, "fp8"): (8, 1, 1, 4),
-    (128, 4096, "int4"): (8, 1, 1, 4),
-    (768, 2048, "none"): (8, 1, 2, 4),
+    (128, 4096, "fp8"): (8, 1, 1, 2),
+    (128, 4096, "int4"): (16, 1, 1, 4),
     (256, 4096, "fp8"): (8, 2, 1, 4),
-    (3584, 4096, "fp8"): (2, 8, 4, 6),
+    (3584, 4096, "fp8"): (2, 4, 4, 6),
 }
 """As MEASURED, of the output product and of gate and up where experts are chosen ahead."""
 
@@ -224,11 +205,9 @@ def suits_weight(weight: Weight, tile_rows: int) -> bool:
 
 
 def kernel_name(kernel: str, weight_format: str, plan: GemvPlan, *flags: bool) -> str:
-    """A kernel's instance in C++: format, ring depth, its flags, and `linear`'s launch bounds."""
+    """A kernel's instance in C++: format, ring depth, and its flags."""
     arguments = [FORMATS[weight_format].struct, str(plan.depth)]
     arguments += [str(flag).lower() for flag in flags]
-    if kernel == "linear_kernel":
-        arguments.append(plan.bounds)
     return f"{kernel}<{', '.join(arguments)}>"
 
 

@@ -13,10 +13,9 @@
 #include "gemv.cuh"
 
 // IS_ONE: for one token of at most KEPT units a thread; x is read once, and the sum of squares has
-// the order that it has among several tokens. If several BLOCKS of THREADS should find registers on
-// an SM, so that the launches around do too, L2 is asked for what their rings do not hold yet.
-template <class Format, int DEPTH, bool X_IS_BF16, bool IS_ONE, int THREADS, int BLOCKS>
-__global__ void __launch_bounds__(THREADS, BLOCKS)
+// the order that it has among several tokens.
+template <class Format, int DEPTH, bool X_IS_BF16, bool IS_ONE>
+__global__ void __launch_bounds__(512, 1)
     linear_kernel(const u8* codes, const void* scale, const void* x, i64 x_stride_bytes,
                   const u16* norm_weight, float eps, const u16* bias, const void* residual,
                   i64 residual_stride, int residual_is_bf16, void* out, int out_is_bf16,
@@ -173,17 +172,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
             prepare();
     };
 
-    auto fetch_ahead = [&] {
-        if (BLOCKS == 1) return;
-        const int row_bytes = num_blocks * 64;
-        const u8* first = cursor.codes - lane / 4 * row_bytes - lane % 4 * 16;
-        fetch_rest(first, row_bytes, blocks, DEPTH, num_tiles, lane);
-    };
-
     const int column = lane / 4 < num_tokens ? lane / 4 : num_tokens - 1;
     float* partial = shared.partial + (warp_n * tiles_each * warps_k + warp_k) * PARTIAL;
     stream<Format, DEPTH>(cursor, num_tiles, first_block, shared, column, lane % 4 * 2, lane,
-                          fetch_ahead, prologue, [&](int tile, const float(&d)[4]) {
+                          prologue, [&](int tile, const float(&d)[4]) {
                               store_partial(partial + tile * warps_k * PARTIAL, d, lane);
                           });
 
