@@ -156,7 +156,11 @@ MEASURED_AHEAD: Mapping[tuple[int, int, str], tuple[int, int, int, int]] = {
     (256, 4096, "fp8"): (8, 2, 1, 4),
     (3584, 4096, "fp8"): (2, 4, 4, 6),
 }
-"""As MEASURED, of the output product and of gate and up where experts are chosen ahead."""
+"""As MEASURED, of the output product and of gate and up where experts are chosen ahead.
+
+`benchmarks/gemv_bench.py --chain --ways ahead --plans joint --attention int4 1024`, then with a
+bfloat16 cache too: benchmarks/plans/h200-route-ahead.json and h200-route-ahead-plans.json.
+"""
 
 
 def plan_ahead(num_tiles: int, dim: int, weight_format: str) -> GemvPlan:
