@@ -300,7 +300,8 @@ def test_codes_are_decoded_exactly(weight_format, device):
 def test_plans_fit_an_sm(dim, weight_format, num_assignments, has_wide):
     """The shared memory of its blocks together; a tile for the mean load, or the largest."""
     plan = plan_grouped(dim, num_assignments, 128, weight_format, has_wide=has_wide)
-    assert plan.wide == (has_wide and weight_format == "fp8" and num_assignments > 2048)
+    is_wide = has_wide and weight_format == "fp8" and num_assignments > 2048 and dim < 4096
+    assert plan.wide == is_wide
     assert plan.shared_bytes(FORMATS[weight_format], 1024) * plan.blocks <= 226 * 1024
     assert plan.columns >= min(48, num_assignments / 128)
 

@@ -19,8 +19,9 @@ from subten.kernels.triton_shim import tl, triton_jit
 MIN_QUERIES = 128
 """Tokens of the longest query from which a step decodes first: so many tiles read each page."""
 
-MAX_BYTES = 64 * 2**20
-"""Memory that the decoded pages of one step may take; above, each tile decodes for itself."""
+MAX_BYTES = 16 * 2**20
+"""Memory that the decoded pages of one step may take, so that L2 holds them; above, each tile
+decodes for itself."""
 
 PLAIN = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 """Queries' dtype to the codec of decoded pages: what the products take."""
