@@ -34,11 +34,11 @@
 //   tile 1, rows:               0 1 8 9              3 2 11 10            ...
 //
 // Bytes: kv_len * C of pages a (sequence, KV head), once; with Z splits 4 * Z * group * (D + 2)
-// written and read again, all in L2. The loop at D = 128 and up to 8 heads, both ways of every
-// branch counted (nvdisasm, nvcc 13.0): int2 and int4 2.0 instructions an element, 8-bit 4.3, bf16
-// 4.6, of the 1.7, 3.3, 6 and 12 that 132 SMs at 1.75 GHz issue while the bytes of one arrive. Of
-// int4's and int2's, 1.0 are integer ones, which issue every other cycle: of int2 they alone take
-// longer than its bytes.
+// written and read again, all in L2. A slice that moves no maximum, at D = 128 and up to 8 heads
+// (nvdisasm, nvcc 13.0): int2 and int4 1.8 instructions an element, 8-bit 3.7 and 4.1, bf16 4.0, of
+// the 1.7, 3.3, 6 and 12 that 132 SMs at 1.75 GHz issue while the bytes of one arrive. Of int4's and
+// int2's, 0.8 are integer ones, which issue every other cycle: of int2 they alone take as long as its
+// bytes.
 //
 // Keys at or past the sequence's end, and garbage there: their scores become -infinity, and their V
 // scale and zero, or bf16 values, 0 in shared memory, each replaced, not multiplied.
