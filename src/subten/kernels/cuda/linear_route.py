@@ -34,12 +34,19 @@ from subten.kernels.weight_formats import Weight
 KEPT_QUADS = (1, 3, 6)
 """Fours of its block's part of a folded row that a thread may keep in registers."""
 
+MAX_CHOSEN_BYTES = 256 * 2**20
+"""Of the experts of a token. Where they are more, the choice is a small part of a layer, and whole
+steps are slower by 1 % (mixtral-8x7b in FP8) to 1.5 % (in BF16): `h200-route-ahead.json`."""
+
 
 def can_route_ahead(output: Weight, router: Router, gate_up: Weight, down: Weight) -> bool:
-    """Whether a layer of these weights has kernels that take `router.folded_EM`."""
+    """Whether a layer of these weights has kernels that take `router.folded_EM` and gains by it."""
+    num_experts = router.gate_ED.shape[0]
+    chosen_bytes = (gate_up.nbytes + down.nbytes) * router.top_k // num_experts
     return (
-        _suits_weights(output, router)
-        and gate_up.shape[0] == router.gate_ED.shape[0]
+        chosen_bytes <= MAX_CHOSEN_BYTES
+        and _suits_weights(output, router)
+        and gate_up.shape[0] == num_experts
         and suits_one_token(gate_up, down, router.top_k)
     )
 
