@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -35,6 +36,7 @@ _GGUF_PRE: dict[str, str | None] = {
 }
 _CONTROL_TOKEN, _USER_TOKEN = 3, 4
 _REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
@@ -210,6 +212,12 @@ class Tokenizer:
         found = self.backend.token_to_id(token)
         return None if found is None else int(found)
 
+    def byte_of(self, token_id: int) -> int | None:
+        """The byte that a token of byte fallback stands for; None for any other token."""
+        spelled = self.backend.id_to_token(token_id)
+        found = _BYTE_TOKEN.fullmatch(spelled) if spelled else None
+        return int(found[1], 16) if found else None
+
     def apply_chat_template(
         self, messages: Sequence[Message], add_generation_prompt: bool = True
     ) -> str:
@@ -264,7 +272,8 @@ CONTEXT_TOKENS = 5
 
 
 class TextStream:
-    """Text of one sequence as its tokens arrive; the pieces join to `decode` of all ids.
+    """Text of one sequence as its tokens arrive; the pieces join to `decode` of all ids, but for a
+    character that the end leaves open, which is one U+FFFD.
 
     After a `context` they join to what `decode` of both has beyond that of the context: the first
     token of an answer keeps the space that it would drop at the start of a text. A token that ends
@@ -303,7 +312,19 @@ class TextStream:
         known = self._decode(self._start, self._read)
         text = self._decode(self._start)
         self._start = self._read = len(self._ids)
-        return text[len(known) :]
+        return self._with_one_replacement(text[len(known) :])
+
+    def _with_one_replacement(self, tail: str) -> str:
+        """A character that the end leaves open is one U+FFFD, as the Unicode Standard (3.9,
+        substitution of maximal subparts) has it, where a vocabulary writes one for each byte.
+        """
+        num_open = len(tail) - len(tail.rstrip(_REPLACEMENT))
+        for count in range(min(num_open, 3), 1, -1):
+            each = [self._tokenizer.byte_of(token_id) for token_id in self._ids[-count:]]
+            known = bytes(byte for byte in each if byte is not None)
+            if len(known) == count and known.decode(errors="replace") == _REPLACEMENT:
+                return tail[:-count] + _REPLACEMENT
+        return tail
 
     def _decode(self, start: int, stop: int | None = None) -> str:
         return self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=self._skip)

@@ -116,7 +116,8 @@ def is_ready(server: Server) -> bool:
 def test_clients_that_go_away_free_their_pages(slow_server):
     server = slow_server
     growth = Growth(server)
-    running = [Stream(server, prompt=f"long{i}") for i in range(4)]
+    asked = {"stream_options": {"include_usage": True}}
+    running = [Stream(server, prompt=f"long{i}", **(asked if i < 2 else {})) for i in range(4)]
     server.until(lambda: all(stream.events for stream in running))
     # Four run; the next two wait, one of them not streaming.
     queued = socket.create_connection(("127.0.0.1", server.port))
@@ -136,6 +137,11 @@ def test_clients_that_go_away_free_their_pages(slow_server):
         stream.cut()
     server.until(lambda: server.metrics()['subten:kv_pages{state="used"}'] == 0)
     assert growth.ends("cancelled") == 6
+    # Case A11: what was sent is counted, and no stream has a usage that it did not ask for or that
+    # it does not end with.
+    sent = sum(len(stream.events) for stream in running)
+    assert sent <= growth["generation_tokens_total"] < 6 * 900
+    assert not any(event.get("usage") for stream in running for event in stream.events)
     # None of them was computed to its end, which takes 900 steps.
     assert growth["engine_steps_total"] < 890
     whole = server.complete("fox", max_tokens=99)

@@ -128,9 +128,22 @@ def test_pieces_never_end_inside_a_character() -> None:
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_open_character_at_the_end_becomes_one_replacement() -> None:
-    pieces, _ = stream([*b"ab", 0xF0, 0x9F, 0xA7])
-    assert "".join(pieces) in ("ab\ufffd", "ab\ufffd\ufffd\ufffd")
+@pytest.mark.parametrize(
+    ("end", "replacements"),
+    [
+        (b"\xf0\x9f\xa7", 1),
+        (b"\xe2\x82", 1),
+        (b"\xc3", 1),
+        (b"\xf0\xe2\x82", 2),  # the first begins nothing that the others go on with
+        (b"\xff\xff", 2),
+        (b"\xed\xa0", 2),  # half of a surrogate pair begins no character
+    ],
+)
+def test_open_character_at_the_end_becomes_one_replacement(end: bytes, replacements: int) -> None:
+    # Case A04.
+    pieces, _ = stream([*b"ab", *end])
+    assert "".join(pieces) == "ab" + "\ufffd" * replacements
+    assert "".join(pieces) == (b"ab" + end).decode(errors="replace")
     assert pieces[:2] == ["a", "b"]
 
 
