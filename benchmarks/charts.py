@@ -128,7 +128,7 @@ def decode(results: Sequence[Mapping[str, Any]], path: Path) -> None:
             axes.text(row["tpot_ms_p50"], place, text, va="center", fontsize="small")
         axes.set_yticks(range(len(found)), [_decode_label(row) for row in found], fontsize="small")
         axes.invert_yaxis()
-        axes.margins(x=0.3)
+        axes.margins(x=0.35)
         axes.set_xlabel("ms a token, p50; dark: the floor")
         axes.set_title(f"{name}, batch 1, {found[0]['gpu']}", fontsize="medium")
     figure.savefig(path, dpi=110)
