@@ -50,7 +50,6 @@ class Layer:
         weight_format="fp8",
         renormalize=True,
         scaling_factor=1.0,
-        has_bias=False,
     ):
         def weight(*shape):
             scale = shape[-1] ** -0.5
@@ -69,7 +68,6 @@ class Layer:
         self.fold()
         self.heads_1N = randn(1, N).bfloat16()
         self.residual_1D = randn(1, D, scale=2.0)
-        self.bias_D = randn(D).bfloat16() if has_bias else None
 
     def fold(self):
         router = self.router
@@ -82,7 +80,6 @@ class Layer:
             self.output,
             self.router,
             residual_TD=self.residual_1D,
-            bias_D=self.bias_D,
             **options,
         )
 
@@ -111,8 +108,7 @@ class Layer:
 
     def exact_x(self):
         x_1D = self.heads_1N.double() @ self.output.dequantize().double().T
-        x_1D = x_1D + self.residual_1D.double()
-        return x_1D if self.bias_D is None else x_1D + self.bias_D.double()
+        return x_1D + self.residual_1D.double()
 
     def check_experts(self, x_1D, routing, out_1D):
         """The rest of the layer from the x that was given, in float64."""
@@ -177,7 +173,6 @@ def test_a_layer_of_odd_sizes(randn, weight_format, renormalize):
         weight_format=weight_format,
         renormalize=renormalize,
         scaling_factor=2.5,
-        has_bias=renormalize,
     )
     layer.check(
         GemvPlan(warps_k=3, warps_n=2, tiles=3, depth=2),
@@ -306,10 +301,11 @@ def test_the_next_launch_starts_after_ids_are_unset(randn, device, monkeypatch):
 def test_what_the_kernel_does_not_take_is_two_launches(monkeypatch, randn):
     taken = []
     monkeypatch.setattr(
-        cuda_linear_route, "_two_launches", lambda heads_TN, *_: taken.append(heads_TN.shape[0])
+        cuda_linear_route,
+        "one_after_other",
+        lambda _linear, _route, heads_TN, *_: taken.append(heads_TN.shape[0]),
     )
     layer = Layer(randn, E=4, top_k=2, N=128, D=128)
-    layer.route(with_order=True)
     heads_1N, residual_1D, router = layer.heads_1N, layer.residual_1D, layer.router
     layer.router = replace(router, folded_EM=None)
     layer.route()
@@ -322,7 +318,7 @@ def test_what_the_kernel_does_not_take_is_two_launches(monkeypatch, randn):
     layer.route()
     layer.heads_1N, layer.residual_1D = heads_1N.repeat(2, 1), residual_1D.repeat(2, 1)
     layer.route()
-    assert taken == [1, 1, 1, 1, 1, 2]
+    assert taken == [1, 1, 1, 1, 2]
 
 
 def test_layers_that_cannot_route_ahead(randn):

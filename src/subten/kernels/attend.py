@@ -260,8 +260,8 @@ def check_queries(q_THD: torch.Tensor, num_kv_heads: int, head_dim: int, step: S
 # one decode per key, not one per head. Splits give a lone sequence enough programs to fill the
 # GPU. Not yet measured on a GPU.
 #
-# Pages that all rows see whole have a loop without masks: for int4 (SASS, 128 rows of 8 warps) 1219
-# instructions a page and warp instead of 1749, for bf16 615 instead of 942.
+# Pages that all rows see whole have a loop without masks: for bf16 (SASS, 128 rows of 8 warps) 615
+# instructions a page and warp instead of 942.
 #
 # Why NaN stays in its sequence: a tile reads pages of its own sequence alone; rows at or past
 # num_keys decode to 0, and hidden scores and weights are replaced (tl.where), never multiplied.

@@ -18,6 +18,7 @@ do, and a residual in bfloat16 is taken before it is rounded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -45,20 +46,33 @@ class Router:
 
 
 def linear_route(
-    heads_TN: torch.Tensor,
-    output: Weight,
-    router: Router,
-    *,
-    residual_TD: torch.Tensor,
-    bias_D: torch.Tensor | None = None,
-    with_order: bool = False,
+    heads_TN: torch.Tensor, output: Weight, router: Router, *, residual_TD: torch.Tensor
 ) -> tuple[torch.Tensor, Routing]:
     """(x, routing): `linear` of heads [T, N] by output [D, N] with residual, then `route` of x.
 
     x is new, [T, D] in the residual's dtype. `router.folded_EM` is not read here: scores are those
     of x as it is rounded.
     """
-    x_TD = linear(heads_TN, output, bias_N=bias_D, residual_TN=residual_TD)
+    return one_after_other(linear, route, heads_TN, output, router, residual_TD)
+
+
+def linear_route_torch(
+    heads_TN: torch.Tensor, output: Weight, router: Router, *, residual_TD: torch.Tensor
+) -> tuple[torch.Tensor, Routing]:
+    """Twin of `linear_route`."""
+    return one_after_other(linear_torch, route_torch, heads_TN, output, router, residual_TD)
+
+
+def one_after_other(
+    linear: Callable[..., torch.Tensor],
+    route: Callable[..., Routing],
+    heads_TN: torch.Tensor,
+    output: Weight,
+    router: Router,
+    residual_TD: torch.Tensor,
+) -> tuple[torch.Tensor, Routing]:
+    """`linear_route` by a backend's two ops."""
+    x_TD = linear(heads_TN, output, residual_TN=residual_TD)
     routing = route(
         x_TD,
         router.norm_weight_D,
@@ -67,31 +81,6 @@ def linear_route(
         top_k=router.top_k,
         renormalize=router.renormalize,
         scaling_factor=router.scaling_factor,
-        with_order=with_order,
-    )
-    return x_TD, routing
-
-
-def linear_route_torch(
-    heads_TN: torch.Tensor,
-    output: Weight,
-    router: Router,
-    *,
-    residual_TD: torch.Tensor,
-    bias_D: torch.Tensor | None = None,
-    with_order: bool = False,
-) -> tuple[torch.Tensor, Routing]:
-    """Twin of `linear_route`."""
-    x_TD = linear_torch(heads_TN, output, bias_N=bias_D, residual_TN=residual_TD)
-    routing = route_torch(
-        x_TD,
-        router.norm_weight_D,
-        router.gate_ED,
-        eps=router.eps,
-        top_k=router.top_k,
-        renormalize=router.renormalize,
-        scaling_factor=router.scaling_factor,
-        with_order=with_order,
     )
     return x_TD, routing
 

@@ -1,4 +1,4 @@
-// x = residual + W a (+ bias) of one token, and meanwhile, from a and the residual, the K experts of
+// x = residual + W a of one token, and meanwhile, from a and the residual, the K experts of
 // E that its router will choose. `src/subten/kernels/linear_route.py` says why that is enough.
 //
 // Letters: D rows of W, N inputs, P parts of an expert's row. folded [E, M = N + D] float32:
@@ -127,7 +127,7 @@ INLINE void pick_experts(float* part_score, float* score, int* topk_id, u8* shar
 // BLOCKS of THREADS should find registers on an SM.
 template <class Format, int DEPTH, int UNITS, int QUADS, int THREADS, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS)
-    linear_route_kernel(const u8* codes, const void* scale, const u16* heads, const u16* bias,
+    linear_route_kernel(const u8* codes, const void* scale, const u16* heads,
                         const float* residual, float* out, int num_rows, int dim, int warps_k,
                         int tiles_each, const float* folded, float* part_score, float* score,
                         int* topk_id, int num_experts, int num_parts, int top_k) {
@@ -178,10 +178,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int rows_each = warps_n * tiles_each * TILE_ROWS;
     const i64 row = (i64)block * rows_each + thread;
     const bool has_row = thread < rows_each && row < num_rows;
-    float row_scale = 1.0f, row_bias = 0.0f;
+    float row_scale = 1.0f;
     if (Format::HAS_ROW_SCALE && has_row)
         row_scale = load_constant_float(reinterpret_cast<const float*>(scale) + row);
-    if (bias && has_row) row_bias = low_bf16(load_constant2(bias + row));
 
     const int units = dim / 8, blocks_of_k = dim / Layout<Format>::BLOCK;
     const int first_block = slice_start(blocks_of_k, warp_k, warps_k);
@@ -265,5 +264,5 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (!has_row) return;
     const float* own = shared.partial + thread / TILE_ROWS * warps_k * PARTIAL;
     const float sum = sum_partials(own, thread % TILE_ROWS, 0, warps_k);
-    out[row] = sum * (row_scale * Format::SCALE_FACTOR) + (before + row_bias);
+    out[row] = sum * (row_scale * Format::SCALE_FACTOR) + before;
 }

@@ -27,7 +27,7 @@ from subten.kernels.cuda.gemv import (
     suits_weight,
     units_of_thread,
 )
-from subten.kernels.linear_route import Router
+from subten.kernels.linear_route import Router, one_after_other
 from subten.kernels.route import RoutedAhead, Routing
 from subten.kernels.weight_formats import Weight
 
@@ -57,8 +57,6 @@ def linear_route(
     router: Router,
     *,
     residual_TD: torch.Tensor,
-    bias_D: torch.Tensor | None = None,
-    with_order: bool = False,
     plan: GemvPlan | None = None,
     pdl: bool = True,
 ) -> tuple[torch.Tensor, Routing]:
@@ -75,11 +73,12 @@ def linear_route(
     folded_EM = router.folded_EM
     if (
         folded_EM is None
-        or with_order
         or not _suits_weights(output, router)
-        or not _suits(heads_TN, folded_EM, residual_TD, bias_D)
+        or not _suits(heads_TN, folded_EM, residual_TD)
     ):
-        return _two_launches(heads_TN, output, router, residual_TD, bias_D, with_order)
+        return one_after_other(
+            cuda_linear.linear, cuda_route.route, heads_TN, output, router, residual_TD
+        )
     (dim, num_inputs), device = output.shape, heads_TN.device
     num_experts, top_k = router.gate_ED.shape[0], router.top_k
     plan = plan or plan_output(output)
@@ -111,7 +110,6 @@ def linear_route(
             output.codes,
             output.scale,
             heads_TN,
-            bias_D,
             residual_TD,
             x_TD,
             dim,
@@ -172,28 +170,6 @@ def kernel_name(weight_format: str, plan: GemvPlan, shape: Sequence[int], num_ex
     return f"linear_route_kernel<{', '.join(map(str, arguments))}>"
 
 
-def _two_launches(
-    heads_TN: torch.Tensor,
-    output: Weight,
-    router: Router,
-    residual_TD: torch.Tensor,
-    bias_D: torch.Tensor | None,
-    with_order: bool,
-) -> tuple[torch.Tensor, Routing]:
-    x_TD = cuda_linear.linear(heads_TN, output, bias_N=bias_D, residual_TN=residual_TD)
-    routing = cuda_route.route(
-        x_TD,
-        router.norm_weight_D,
-        router.gate_ED,
-        eps=router.eps,
-        top_k=router.top_k,
-        renormalize=router.renormalize,
-        scaling_factor=router.scaling_factor,
-        with_order=with_order,
-    )
-    return x_TD, routing
-
-
 def _suits_weights(output: Weight, router: Router) -> bool:
     num_inputs = output.shape[1]
     if not suits_weight(output, TILE_ROWS):
@@ -209,12 +185,7 @@ def _suits_weights(output: Weight, router: Router) -> bool:
     )
 
 
-def _suits(
-    heads_TN: torch.Tensor,
-    folded_EM: torch.Tensor,
-    residual_TD: torch.Tensor,
-    bias_D: torch.Tensor | None,
-) -> bool:
+def _suits(heads_TN: torch.Tensor, folded_EM: torch.Tensor, residual_TD: torch.Tensor) -> bool:
     return (
         heads_TN.shape[0] == 1
         and heads_TN.dtype == torch.bfloat16
@@ -223,5 +194,4 @@ def _suits(
         and is_plain(folded_EM)
         and residual_TD.dtype == torch.float32
         and is_plain(residual_TD)
-        and (bias_D is None or (bias_D.dtype == torch.bfloat16 and is_plain(bias_D)))
     )
