@@ -90,12 +90,14 @@ WORKLOADS = ((1, 1024), (1, 8192), (1, 32768), (1, 131072), (32, 8192))
 SHORT_PLANS = {
     "int2": ((1, 1, 8, 2), (1, 4, 8, 2), (1, 16, 16, 2)),
     "int4": ((1, 1, 8, 2), (1, 2, 8, 2), (1, 4, 8, 2), (1, 8, 8, 2), (1, 16, 16, 2)),
+    "fp4": ((1, 4, 8, 2), (1, 8, 12, 2), (1, 16, 16, 2)),
     "fp8": ((1, 4, 8, 3), (1, 8, 8, 3), (1, 16, 16, 2)),
     "bf16": ((1, 8, 8, 3), (1, 16, 8, 3), (1, 16, 16, 2)),
 }
 LONG_PLANS = {
     "int2": ((1, 16, 16, 2), (1, 16, 12, 2), (1, 16, 12, 3), (1, 16, 8, 2), (1, 16, 8, 3)),
     "int4": ((1, 4, 16, 2), (1, 4, 12, 3), (1, 4, 8, 2), (1, 4, 8, 3), (1, 4, 8, 4)),
+    "fp4": ((1, 4, 16, 2), (1, 4, 12, 2), (1, 4, 12, 3), (1, 4, 8, 3), (1, 8, 16, 2)),
     "fp8": ((1, 4, 8, 3), (1, 4, 16, 2)),
     "bf16": ((1, 8, 8, 3), (1, 8, 16, 2)),
 }
@@ -161,6 +163,17 @@ def fill(pool: torch.Tensor, fmt: KVFormat) -> None:
         return
     pool.view(torch.int64).random_()
     if fmt.codec.name not in STRUCTS:
+        return
+    if fmt.codec.name in ("fp4", "fp4_mx"):
+        # Codes reach 6: E4M3 scales of 1 times powers of two of 1/4.
+        one = {"fp4": 0x38, "fp4_mx": 125}[fmt.codec.name]
+        for at, row_bytes, value in (
+            (fmt.k_scale, fmt.row.scale, one),
+            (fmt.v_scale, fmt.row.scale, one),
+            (fmt.k_zero, fmt.row.zero, 125),
+            (fmt.v_zero, fmt.row.zero, 125),
+        ):
+            pool[..., at : at + PAGE_SIZE * row_bytes].fill_(value)
         return
     step_size = {"fp8": 1.0, "int8": 1 / 64, "int4": 1 / 4, "int2": 1 / 8}[fmt.codec.name]
     zero = {"fp8": 0.0, "int8": -2.0, "int4": -2.0, "int2": 0.0}[fmt.codec.name]

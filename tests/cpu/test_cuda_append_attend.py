@@ -379,7 +379,7 @@ def test_the_rest_goes_to_the_two_ops(
     monkeypatch.setattr(runtime, "launch", refuse_launch)
     case = make_case(
         randn,
-        "fp4" if what == "codec" else "int8",
+        "vq1.5" if what == "codec" else "int8",
         96 if what == "head_dim" else 64,
         num_kv_heads=1,
         group=9 if what == "group" else 2,

@@ -151,11 +151,26 @@ def test_every_code_and_scale(
         if codec == "fp8":
             code[(code & 0x7F) == 0x7F] = 0x01
         size = torch.rand(num_pages, 1, PAGE_SIZE, generator=generator) * -6
-        scale = size.exp2() / {"fp8": 448, "int8": 128, "int4": 8, "int2": 10}[codec]
-        for codes_at, scale_at in ((fmt.k_codes, fmt.k_scale), (fmt.v_codes, fmt.v_scale)):
-            scene.pages_PGB[:, :, codes_at : codes_at + shape[-1]] = code.to(scene.pages_PGB.device)
-            stored = scale.bfloat16().view(torch.uint8).to(scene.pages_PGB.device)
-            scene.pages_PGB[:, :, scale_at : scale_at + 2 * PAGE_SIZE] = stored
+        planes = [(fmt.k_codes, code), (fmt.v_codes, code)]
+        if codec == "fp4":
+            # Every E4M3 scale but NaN, and powers of two that make 6 * 448 at most 2^-6 to 1; keys
+            # have 2^6 more, for few groups have a large scale, and weights must show whose it is.
+            groups = (num_pages, 1, PAGE_SIZE * fmt.row.scale)
+            of_group = torch.randint(0, 0x7F, groups, generator=generator, dtype=torch.uint8)
+            of_row = (size.floor() + 127 - 12).to(torch.uint8)
+            planes += [(fmt.k_scale, of_group), (fmt.v_scale, of_group)]
+            planes += [(fmt.k_zero, of_row + 6), (fmt.v_zero, of_row)]
+        elif codec == "fp4_mx":
+            # Powers of two below 1 and above.
+            groups = (num_pages, 1, PAGE_SIZE * fmt.row.scale)
+            of_group = torch.randint(127 - 7, 127 + 2, groups, generator=generator)
+            planes += [(at, of_group.to(torch.uint8)) for at in (fmt.k_scale, fmt.v_scale)]
+        else:
+            scale = size.exp2() / {"fp8": 448, "int8": 128, "int4": 8, "int2": 10}[codec]
+            stored = scale.bfloat16().view(torch.uint8)
+            planes += [(fmt.k_scale, stored), (fmt.v_scale, stored)]
+        for at, part in planes:
+            scene.pages_PGB[:, :, at : at + part.shape[-1]] = part.to(scene.pages_PGB.device)
     ids = torch.tensor(scene.page_ids[0], device=scene.pages_PGB.device)
     k_NGD, v_NGD = read_pages(scene.pages_PGB, fmt, ids, 100)
     scene = dataclasses.replace(scene, keys=[k_NGD], values=[v_NGD])
@@ -277,7 +292,7 @@ def test_newest_rows_are_read_after_the_wait(
         ("int4", 64, 9, torch.bfloat16, 1),
         ("int4", 96, 1, torch.bfloat16, 1),
         ("int4_g32", 64, 1, torch.bfloat16, 1),
-        ("fp4", 64, 1, torch.bfloat16, 1),
+        ("vq1.5", 64, 1, torch.bfloat16, 1),
         ("fp32", 64, 1, torch.bfloat16, 1),
     ],
 )
@@ -333,7 +348,7 @@ def test_the_page_is_what_the_kernel_thinks(codec: str, head_dim: int) -> None:
     fmt: KVFormat = kv_format(codec, head_dim)
     scale_at = PAGE_SIZE * fmt.row.codes
     zero_at = scale_at + PAGE_SIZE * fmt.row.scale
-    half = zero_at + PAGE_SIZE * fmt.row.zero
+    half = zero_at + -(-PAGE_SIZE * fmt.row.zero // 128) * 128
     assert (fmt.k_codes, fmt.k_scale, fmt.k_zero) == (0, scale_at, zero_at)
     assert (fmt.v_codes, fmt.v_scale, fmt.v_zero) == (half, half + scale_at, half + zero_at)
     assert fmt.page_bytes == 2 * half

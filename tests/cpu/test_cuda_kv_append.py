@@ -146,7 +146,11 @@ def test_bytes_of_special_rows(generator: torch.Generator, device, codec, head_d
     bad_ND = torch.randn(4, head_dim, generator=generator)
     bad_ND[0, 3], bad_ND[1, 40], bad_ND[2, 17] = math.nan, math.inf, -math.inf
     bad_ND[3, 0], bad_ND[3, 63] = math.inf, -math.inf
-    x_ND = torch.cat([x_ND, bad_ND]).to(device)[:, None]
+    # Of fp4's largest row with an exponent of 0, quotients that round to 0 have no sign: 448 is its
+    # scale, and 224 * 2^-149 the largest such value.
+    tiny_ND = -(torch.arange(216, 216 + head_dim)[None] % 256) * 2.0**-149
+    tiny_ND[:, ::16] = 2688.0
+    x_ND = torch.cat([x_ND, tiny_ND, bad_ND]).to(device)[:, None]
     num_rows = len(x_ND)
     pages_PGB = make_pages(fmt, 1, 1, device)
     # Positions 0 turn a key by nothing: cosines 1 and sines 0, but infinity times 0 is NaN.
@@ -316,7 +320,7 @@ def test_the_rest_goes_to_triton(randn: Randn, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(triton_append, "kv_append", lambda *a, **k: calls.append((a, k)) or a[0])
     monkeypatch.setattr(runtime, "launch", refuse_launch)
     head_dim = 96 if what == "head_dim" else 64
-    fmt = kv_format("fp4" if what == "codec" else "int8", head_dim)
+    fmt = kv_format("vq1.5" if what == "codec" else "int8", head_dim)
     num_tokens = {"tokens": 65, "none": 0}.get(what, 2)
     x_TGD = randn(num_tokens, 2, head_dim, dtype=torch.bfloat16)
     pages_PGB = make_pages(fmt, 2, 2, x_TGD.device)

@@ -124,6 +124,12 @@ inline u32 low_halves(u32 a, u32 b) { return (a & 0xffff) | b << 16; }
 inline u32 high_halves(u32 a, u32 b) { return a >> 16 | (b & 0xffff0000u); }
 inline u32 half_selector(bool is_high) { return is_high; }
 inline float select_half(u32 w, u32 selector) { return selector ? high_bf16(w) : low_bf16(w); }
+inline u32 pair_selector(int byte) { return byte; }
+inline u32 byte_twice(u32 w, u32 byte) { return (w >> 8 * byte & 255) * 0x00010001u; }
+inline u32 two_selector(int byte) { return byte; }
+inline u32 byte_of_two(u32 a, u32 b, u32 byte) {
+    return (a >> 8 * byte & 255) | (b >> 8 * byte & 255) << 16 | 0xa500a500u;
+}
 inline u32 and_or(u32 w, u32 mask, u32 bits) { return (w & mask) | bits; }
 inline u32 and_xor(u32 w, u32 mask, u32 bits) { return (w & mask) ^ bits; }
 

@@ -58,7 +58,7 @@ const std::map<std::string, Launch> kernels = {
     AHEADS(Bf16),  AHEADS(Fp8),   AHEADS(Int4),
     ROUTE(1),      ROUTE(2),      ROUTE(4),     ROUTE(8),     ROUTE(16),     ROUTE(32),
     APPENDS(Bf16Encoder), APPENDS(Fp8Encoder), APPENDS(IntEncoder<8>), APPENDS(IntEncoder<4>),
-    APPENDS(Int2Encoder),
+    APPENDS(Int2Encoder), APPENDS(Fp4Encoder), APPENDS(Fp4MxEncoder),
 };
 
 }  // namespace

@@ -22,7 +22,7 @@ struct NewToken {
     static constexpr bool APPENDS = true;
     static constexpr int N = DIM / 2 / WARP;
     static_assert(Codec::BITS == Encoder::BITS && Codec::IS_ROTATED == Encoder::IS_ROTATED &&
-                      Codec::HAS_SCALE == Encoder::HAS_SCALE &&
+                      Codec::GROUP == Encoder::GROUP && Codec::HAS_SCALE == Encoder::HAS_SCALE &&
                       Codec::HAS_ZERO == Encoder::HAS_ZERO,
                   "one format");
     const u16 *q, *k, *v;
@@ -96,7 +96,7 @@ struct NewToken {
         const Place place{page + (is_value ? P::PAGE_BYTES : 0), P::PAGE_SCALE, P::PAGE_ZERO,
                           page_row};
         place.store<Encoder>(encoded, lane);
-        const Place shared{copy, P::ROW, P::ROW + 2, 0};
+        const Place shared{copy, P::ROW, P::ROW + P::SCALE_ROW, 0};
         shared.store<Encoder>(encoded, lane);
     }
 };

@@ -18,7 +18,7 @@
 //
 //   page (64 tokens x 1 KV head):  | K codes | K scale | K zero | V codes | V scale | V zero |
 //   slice = N of its tokens:       N * D * bits / 8 = 4 KB of K codes, then the same of V
-//   int4: N = 64 (the page); 8-bit 32, bf16 16 at D = 128; int2: 64, K and V together
+//   4 bits: N = 64 (the page); 8-bit 32, bf16 16 at D = 128; int2: 64, K and V together
 //   a warp's ring:                 | K of slice 0 | V of slice 0 | K of slice 1 | ...
 //
 // Products on the tensor cores, the transposed way round, for a group has few heads:
@@ -35,10 +35,10 @@
 //
 // Bytes: kv_len * C of pages a (sequence, KV head), once; with Z splits 4 * Z * group * (D + 2)
 // written and read again, all in L2. A slice that moves no maximum, at D = 128 and up to 8 heads
-// (nvdisasm, nvcc 13.0): int2 and int4 1.8 instructions an element, 8-bit 3.7 and 4.1, bf16 4.0, of
-// the 1.7, 3.3, 6 and 12 that 132 SMs at 1.75 GHz issue while the bytes of one arrive. Of int4's and
-// int2's, 0.8 are integer ones, which issue every other cycle: of int2 they alone take as long as its
-// bytes.
+// (nvdisasm, nvcc 13.0): int2 and int4 1.8 instructions an element, fp4 3.5, fp4_mx 3.8, 8-bit 3.7
+// and 4.1, bf16 4.0, of the 1.7, 3.3, 3.6, 3.3, 6 and 12 that 132 SMs at 1.75 GHz issue while the
+// bytes of one arrive. Of int4's and int2's, 0.8 are integer ones, of fp4's 1.6, which issue every
+// other cycle: of int2, and nearly of fp4, they alone take as long as its bytes.
 //
 // Keys at or past the sequence's end, and garbage there: their scores become -infinity, and their V
 // scale and zero, or bf16 values, 0 in shared memory, each replaced, not multiplied.

@@ -28,6 +28,8 @@ STRUCTS: Mapping[str, str] = {
     "int8": "KvInt8",
     "int4": "KvInt4",
     "int2": "KvInt2",
+    "fp4": "KvFp4",
+    "fp4_mx": "KvFp4Mx",
 }
 """Codec to its struct in `attend_codecs.cuh`; other codecs go to Triton."""
 
@@ -108,6 +110,8 @@ FULL_BLOCKS: Mapping[str, tuple[int, int, int, bool]] = {
     "bf16": (4, 12, 2, True),
     "int4": (4, 16, 2, True),
     "int2": (4, 16, 2, True),
+    "fp4": (4, 16, 2, True),
+    "fp4_mx": (4, 16, 2, True),
 }
 """Codec to (min_slices, warps, stages, fills) of blocks that have an SM each; others take
 (8, 12, 2, False)."""
@@ -165,7 +169,8 @@ def slice_bytes(fmt: KVFormat) -> SliceBytes:
     keys = min(PAGE_SIZE, 4096 // fmt.row.codes)
     padding = 0 if fmt.row.codes < fmt.head_dim else 4 * 32
     num_parts = 2 if fmt.codec.name == "int2" else 1
-    barrier_at = -(-(num_parts * keys * fmt.row.total + padding) // 8) * 8
+    part_bytes = num_parts * fmt.page_bytes // 2 * keys // PAGE_SIZE
+    barrier_at = -(-(part_bytes + padding) // 8) * 8
     return SliceBytes(keys=keys, stage_bytes=-(-(barrier_at + 8) // 16) * 16)
 
 

@@ -182,11 +182,9 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
         for (int at = 4 * lane; at < P::ROW; at += 4 * WARP)
             *reinterpret_cast<u32*>(to + at) = *reinterpret_cast<const u32*>(from + at);
         if (lane == 0) {
-            const u32 halves = *reinterpret_cast<const u32*>(from + P::ROW);
-            if (Codec::HAS_SCALE)
-                *reinterpret_cast<u16*>(stage + P::SCALE + 2 * row) = (u16)halves;
-            if (Codec::HAS_ZERO)
-                *reinterpret_cast<u16*>(stage + P::ZERO + 2 * row) = (u16)(halves >> 16);
+            from += P::ROW;
+            move_bytes<P::SCALE_ROW>(stage + P::SCALE + P::SCALE_ROW * row, from);
+            move_bytes<P::ZERO_ROW>(stage + P::ZERO + P::ZERO_ROW * row, from + P::SCALE_ROW);
         }
         sync_warp();
     };

@@ -18,6 +18,11 @@
 // channels (x in row g, y in row g + 8: next to x, or D / 2 on where Y_IS_FAR) and 4 keys. They are
 // too large by SURPLUS_X or SURPLUS_Y, pairs of bf16; what is left counts `value_factor`, once
 // weights, 2^WEIGHT_SHIFT times too large, are right.
+// Where there is a GROUP, fragments still lack the scales of GROUP channels each, D / GROUP bytes
+// of a row's scale plane, which `scale_pair` makes bf16s and `scaled` multiplies in
+// (attend_groups.cuh); where it HAS_SCALE, the row's own is a power of two, a byte of its zero
+// plane (E8M0: 255 is NaN). Then a[0] and a[1] of a step of K, like x of V, are channels below D /
+// 2, a[2] and a[3], like y, the others.
 
 // A word is 2 channels.
 struct KvBf16 {
@@ -26,7 +31,7 @@ struct KvBf16 {
     static constexpr bool Y_IS_FAR = false, KEYS_ARE_BYTES = false;
     static constexpr u32 SURPLUS_X = 0, SURPLUS_Y = 0;
     static constexpr float QUERY_FACTOR = 1, SCORE_FACTOR = 1;
-    static constexpr int WEIGHT_SHIFT = 0;
+    static constexpr int WEIGHT_SHIFT = 0, GROUP = 0;
 
     static INLINE void key_pairs(u32 (&a)[4], const u32* low, const u32* high, int step) {
         a[0] = low[2 * step];
@@ -56,7 +61,7 @@ struct KvByte {
     static constexpr bool KEYS_ARE_BYTES = false;
     static constexpr u32 SURPLUS_X = 0, SURPLUS_Y = 0;
     static constexpr float QUERY_FACTOR = 1, SCORE_FACTOR = 1;
-    static constexpr int WEIGHT_SHIFT = 0;
+    static constexpr int WEIGHT_SHIFT = 0, GROUP = 0;
 
     static INLINE void key_pairs(u32 (&a)[4], const u32* low, const u32* high, int step) {
         a[0] = Bytes::even(low[step]);
@@ -133,7 +138,7 @@ struct KvInt4 {
     static constexpr bool HAS_SCALE = true, HAS_ZERO = true, IS_ROTATED = true;
     static constexpr bool Y_IS_FAR = true, KEYS_ARE_BYTES = true;
     static constexpr float SCORE_FACTOR = 0x1p-4f;
-    static constexpr int KEY_SHIFT = 4, LOW_MIDDLE = 8, WEIGHT_SHIFT = 64;
+    static constexpr int KEY_SHIFT = 4, LOW_MIDDLE = 8, WEIGHT_SHIFT = 64, GROUP = 0;
     static constexpr u32 SURPLUS_X = 0x00080008u, SURPLUS_Y = 0x00800080u;
 
     // A fragments of `mma_bytes` number `step` of STEPS: the low nibbles of two words, or, in the
@@ -185,7 +190,7 @@ struct KvInt2 {
     static constexpr bool HAS_SCALE = true, HAS_ZERO = false, IS_ROTATED = true;
     static constexpr bool Y_IS_FAR = true, KEYS_ARE_BYTES = true;
     static constexpr float SCORE_FACTOR = 1;
-    static constexpr int KEY_SHIFT = 0, LOW_MIDDLE = 0, WEIGHT_SHIFT = 0;
+    static constexpr int KEY_SHIFT = 0, LOW_MIDDLE = 0, WEIGHT_SHIFT = 0, GROUP = 0;
     static constexpr u32 SURPLUS_X = 0x3f403f40u, SURPLUS_Y = SURPLUS_X;  // 0.75
 
     // A fragments of `mma_bytes` number `step`: quarters 0 and 2 of a word's codes, or 1 and 3.
@@ -240,6 +245,86 @@ private:
     static constexpr u32 LEVELS = 0xf6fd0a03u;  // 3, 10, -3, -10
 };
 
+// E2M1, bytes as int4's: byte i of a row is channel i in its low nibble, i + D / 2 in its high one.
+// The bits of a code, s e e m, shifted to those of a bf16's sign, lower exponent and upper
+// mantissa, are the bf16 of 2^-126 of its value, subnormals included.
+//
+// Four instructions a pair: two masks, between them an integer multiplication, which is two shifts,
+// and the product with the scale; 3.5 an element in all. Scales could act on the sums of a step of
+// K where all of its channels are of one group: four sums an `mma` for four pairs, which is as many
+// instructions, and lanes would read keys by words, which meet banks four times as often. Those of
+// V could act on weights, group by group: two products a fragment in place of four, 16 fewer a tile
+// of 16 keys, but 12 more pairs of scales, four instructions each.
+struct KvE2m1 {
+    static constexpr int BITS = 4, VALUE_STEPS = 4, MIDDLE = 0;
+    static constexpr bool HAS_ZERO = false, IS_ROTATED = false;
+    static constexpr bool Y_IS_FAR = true, KEYS_ARE_BYTES = false;
+    static constexpr u32 SURPLUS_X = 0, SURPLUS_Y = 0;
+
+    // Of the low nibbles of a word's bytes 0 and 2, and of the high ones.
+    static INLINE u32 low(u32 w) { return (w & 0x000f000fu) * 0x1040u & 0x81c081c0u; }
+    static INLINE u32 high(u32 w) { return (w & 0x00f000f0u) * 0x0104u & 0x81c081c0u; }
+
+    static INLINE void key_pairs(u32 (&a)[4], const u32* low_row, const u32* high_row, int step) {
+        const u32 l = low_row[step / 2] >> step % 2 * 8, h = high_row[step / 2] >> step % 2 * 8;
+        a[0] = low(l);
+        a[1] = low(h);
+        a[2] = high(l);
+        a[3] = high(h);
+    }
+    static INLINE int key_byte(int channel, int dim) { return channel % (dim / 2); }
+    static INLINE int key_step(int channel, int word, int) { return 2 * word + channel % 2; }
+    static INLINE int key_slot(int channel, int dim) {
+        return channel / (dim / 2) * 2 + channel % 4 / 2;
+    }
+
+    static INLINE void value_pairs(u32 (&a)[4][4], const u32 (&ab)[2], const u32 (&cd)[2]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 l = ab[i / 2] >> i % 2 * 8, h = cd[i / 2] >> i % 2 * 8;
+            a[i][0] = low(l);
+            a[i][1] = high(l);
+            a[i][2] = low(h);
+            a[i][3] = high(h);
+        }
+    }
+    static INLINE int value_channel(int byte, int step, int is_y, int dim) {
+        return byte + step + is_y * (dim / 2);
+    }
+};
+
+// A product with its group's E4M3, 2^7 times too large, is exact: it has 6 significant bits, and is
+// a multiple of 2^-129. q and weights are as for fp8.
+struct KvFp4 : KvE2m1 {
+    static constexpr int GROUP = 16, WEIGHT_SHIFT = 64;
+    static constexpr bool HAS_SCALE = true;
+    static constexpr float QUERY_FACTOR = 0x1p64f, SCORE_FACTOR = 0x1p55f;
+
+    // Of the low bytes of both halves: the bits of E4M3, shifted into place, are 2^-120 of it.
+    static INLINE u32 scale_pair(u32 bytes) {
+        return multiply_bf16x2(bytes << 4, 0x7f007f00u);  // 2^127
+    }
+    static INLINE u32 scaled(u32 pair, u32 scales) { return multiply_bf16x2(pair, scales); }
+    static INLINE float value_factor(int) { return 0x1p55f; }
+};
+
+// Powers of two, and no scale of the row: values have all of bf16's range, so that a pair takes two
+// products.
+struct KvFp4Mx : KvE2m1 {
+    static constexpr int GROUP = 32, WEIGHT_SHIFT = 0;
+    static constexpr bool HAS_SCALE = false;
+    static constexpr float QUERY_FACTOR = 1, SCORE_FACTOR = 1;
+
+    // Byte 255, the bits of an infinity, becomes NaN.
+    static INLINE u32 scale_pair(u32 bytes) {
+        return multiply_add_bf16x2(bytes << 7, 0, bytes << 7);
+    }
+    static INLINE u32 scaled(u32 pair, u32 scales) {
+        return multiply_bf16x2(multiply_bf16x2(pair, 0x7e807e80u), scales);  // 2^126
+    }
+    static INLINE float value_factor(int) { return 1; }
+};
+
 // K, or V, of one slice: where it lies in a page, and in a stage of the ring. V codes of 8 and 16
 // bits lie there in quarters 32 bytes apart, so that the four t of a warp read different banks;
 // codes of 4 and 2 bits stay one copy, and rows of neighbouring quarters differ in parity instead.
@@ -252,17 +337,21 @@ struct Part {
     static constexpr int PAD = Codec::BITS <= 4 ? 0 : 32;
     static constexpr bool IS_WHOLE = KEYS == PAGE_KEYS && PAD == 0;
 
+    // Bytes of a row in the planes of a page, each a multiple of 128.
+    static constexpr int SCALE_ROW = Codec::GROUP ? DIM / Codec::GROUP : Codec::HAS_SCALE ? 2 : 0;
+    static constexpr int ZERO_ROW = Codec::GROUP ? Codec::HAS_SCALE : Codec::HAS_ZERO ? 2 : 0;
     static constexpr int PAGE_SCALE = PAGE_KEYS * ROW;
-    static constexpr int PAGE_ZERO = PAGE_SCALE + (Codec::HAS_SCALE ? 2 * PAGE_KEYS : 0);
-    static constexpr int PAGE_BYTES = PAGE_ZERO + (Codec::HAS_ZERO ? 2 * PAGE_KEYS : 0);
+    static constexpr int PAGE_ZERO = PAGE_SCALE + SCALE_ROW * PAGE_KEYS;
+    static constexpr int PAGE_BYTES = PAGE_ZERO + (ZERO_ROW * PAGE_KEYS + 127) / 128 * 128;
+    static_assert(IS_WHOLE || Codec::GROUP == 0, "part of a slice has scales of 2 bytes");
 
     static constexpr bool HAS_BOTH = IS_WHOLE && Codec::BITS == 2;
     static constexpr int VALUES_AT = HAS_BOTH ? PAGE_BYTES : 0;
 
     static constexpr int COPIED = VALUES_AT + PAGE_BYTES * KEYS / PAGE_KEYS;
     static constexpr int SCALE = KEYS * ROW + 4 * PAD;
-    static constexpr int ZERO = SCALE + (Codec::HAS_SCALE ? 2 * KEYS : 0);
-    static constexpr int END = ZERO + (Codec::HAS_ZERO ? 2 * KEYS : 0);
+    static constexpr int ZERO = SCALE + SCALE_ROW * KEYS;
+    static constexpr int END = IS_WHOLE ? PAGE_BYTES : ZERO + ZERO_ROW * KEYS;
     static constexpr int BARRIER = (VALUES_AT + END + 7) / 8 * 8;
     static constexpr int STAGE = (BARRIER + 8 + 15) / 16 * 16;
 
@@ -303,6 +392,15 @@ struct Part {
         if (Codec::HAS_ZERO) prefetch_bulk(meta + PAGE_ZERO, 2 * KEYS);
     }
 };
+
+// From one stage or row to another.
+template <int BYTES>
+INLINE void move_bytes(u8* to, const u8* from) {
+    if (BYTES == 1) *to = *from;
+    if (BYTES == 2) *reinterpret_cast<u16*>(to) = *reinterpret_cast<const u16*>(from);
+    if (BYTES == 4) *reinterpret_cast<u32*>(to) = *reinterpret_cast<const u32*>(from);
+    if (BYTES == 8) *reinterpret_cast<u64*>(to) = *reinterpret_cast<const u64*>(from);
+}
 
 // Key of row r < 8 of tile 0.
 template <int QUARTER>

@@ -89,6 +89,21 @@ INLINE float select_half(u32 w, u32 selector) {
     return __uint_as_float(bits);
 }
 
+// The byte of a word that `selector` says, in the low bytes of both halves, zeros above; and those
+// bytes of two words, `a` below, with anything above.
+INLINE u32 pair_selector(int byte) { return 0x4040u + 0x0101u * byte; }
+INLINE u32 byte_twice(u32 w, u32 selector) {
+    u32 bytes;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(bytes) : "r"(w), "r"(selector));
+    return bytes;
+}
+INLINE u32 two_selector(int byte) { return 0x4400u + 0x1111u * byte; }
+INLINE u32 byte_of_two(u32 a, u32 b, u32 selector) {
+    u32 bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
+    return bytes;
+}
+
 // (w & mask) | bits and (w & mask) ^ bits as one instruction, which the compiler makes two.
 INLINE u32 and_or(u32 w, u32 mask, u32 bits) {
     u32 out;

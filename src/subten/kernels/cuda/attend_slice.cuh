@@ -4,7 +4,8 @@
 #ifndef SUBTEN_ATTEND_SLICE_CUH
 #define SUBTEN_ATTEND_SLICE_CUH
 
-#include "attend_codecs.cuh"
+#include "attend_groups.cuh"
+#include "attend_query.cuh"
 
 #define MINUS_INFINITY bits_float(0xff800000u)
 
@@ -47,38 +48,6 @@ INLINE float max_over_lanes(float v) {
 // -infinity less itself is NaN.
 INLINE float shift_of(float max) { return max == MINUS_INFINITY ? 0.0f : max; }
 
-// Steps of the largest value of a query whose integers have 16 bits: 127 * 256.
-#define MOST_STEPS 32512.0f
-
-// The steps in which a query becomes integers, given each lane's largest magnitude. One that is not
-// finite has steps of NaN.
-struct QuerySteps {
-    float step = 1, to_step = 0;
-
-    INLINE QuerySteps() {}
-    INLINE QuerySteps(float most, bool is_finite) {
-        // Numbers that are not negative are in the order of their bits.
-        most = bits_float(warp_max(float_bits(most)));
-        // Rows that are not finite, or below all that matters to a score, have no steps.
-        if (most > 0x1p-100f && most < 0x1p120f) to_step = MOST_STEPS / most;
-        step = to_step > 0 ? most * (1.0f / MOST_STEPS) : 1.0f;
-        if (!is_finite) step = bits_float(0x7fc00000);
-    }
-
-    // Adding 1.5 * 2^23 rounds to an integer.
-    INLINE int round(float v) const { return float_bits(v * to_step + 12582912.0f) - 0x4b400000; }
-};
-
-// What a block knows of the queries of HEADS heads beside their bf16s or bytes.
-template <int HEADS>
-struct QueryFacts {
-    // What a score counts in base 2, above 0, and the sum of q in the unit of scores.
-    alignas(8) float factor[HEADS];
-    alignas(8) float sum[HEADS];
-    // Minus LOW_MIDDLE times the sum of the integers of q below D / 2.
-    alignas(8) int first_sum[HEADS];
-};
-
 // One lane's share of its warp's sums over slices, for TILES_H * 8 heads.
 //   S^T, tile n:      p[n][h] = keys g (row) and heads 8h + 2t, 2t+1; then keys g + 8, same heads
 //   O^T, fragment m:  acc[h][m] = channel x and heads 8h + 2t, 2t+1; then channel y, same heads
@@ -101,6 +70,7 @@ struct WarpSums {
     // first that it reads of such a row; `v_at`, of row 2t of V; `v_next`, from there to row 2t+1.
     int key_g, k_at, v_at, v_next;
     u32 key_half;  // which of two neighbouring keys
+    GroupShare<Codec, DIM> group_share;
     u32 q_pairs[TILES_H][STEPS][2];
     const QueryFacts<HEADS>* facts;  // read slice by slice, for registers are scarce
     float acc[TILES_H][STEPS][4];
@@ -123,7 +93,8 @@ struct WarpSums {
         return ((pair * WARP + lane) * 2 + step % 2) * 4 + Codec::key_slot(channel, DIM);
     }
 
-    INLINE WarpSums(int lane, const u16* q_places, const QueryFacts<HEADS>& of_queries) {
+    INLINE WarpSums(int lane, const u16* q_places, const QueryFacts<HEADS>& of_queries)
+        : group_share(lane / 4, lane % 4) {
         g = lane / 4;
         t = lane % 4;
         facts = &of_queries;
@@ -166,17 +137,22 @@ struct WarpSums {
         constexpr int ABREAST = TILES < 2 ? TILES : 2;
 #pragma unroll
         for (int first = 0; first < TILES; first += ABREAST) {
-            u32 words[ABREAST][2][KeyShare::WORDS];
+            u32 words[ABREAST][2][KeyShare::WORDS], groups[ABREAST][2][2];
 #pragma unroll
             for (int b = 0; b < ABREAST; ++b) {
                 const u8* row = stage + k_at + 4 * (first + b) * P::ROW;
                 KeyShare::load(words[b][0], row);
                 KeyShare::load(words[b][1], row + 2 * P::ROW);
+                if constexpr (Codec::GROUP != 0) {
+#pragma unroll
+                    for (int r = 0; r < 2; ++r)
+                        group_share.load_key(groups[b][r], stage, key_g + 4 * (first + b) + 2 * r);
+                }
             }
             if constexpr (Codec::KEYS_ARE_BYTES)
                 score_bytes(p, words, first);
             else
-                score_pairs(p, words, first);
+                score_pairs(p, words, groups, first);
         }
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
@@ -198,7 +174,7 @@ struct WarpSums {
 
     template <int ABREAST>
     INLINE void score_pairs(Scores& p, const u32 (&words)[ABREAST][2][KeyShare::WORDS],
-                            int first) const {
+                            const u32 (&groups)[ABREAST][2][2], int first) const {
 #pragma unroll
         for (int b = 0; b < ABREAST; ++b)
 #pragma unroll
@@ -211,6 +187,11 @@ struct WarpSums {
             for (int b = 0; b < ABREAST; ++b) {
                 u32 a[4];
                 Codec::key_pairs(a, words[b][0], words[b][1], step);
+                if constexpr (Codec::GROUP != 0) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        a[i] = Codec::scaled(a[i], groups[b][i % 2][i / 2]);
+                }
 #pragma unroll
                 for (int h = 0; h < TILES_H; ++h)
                     mma(p[first + b][h], a[0], a[1], a[2], a[3], q_pairs[h][step][0],
@@ -264,6 +245,11 @@ struct WarpSums {
     // Scale and `middle_of` of this lane's keys of tile n, 2 apart: it takes the same half of
     // each word.
     INLINE void load_scales(float (&scales)[2], float (&middles)[2], const u8* stage, int n) const {
+        if constexpr (Codec::GROUP != 0 && Codec::HAS_SCALE) {
+            group_share.load_powers(scales, stage, key_g + 4 * n);
+            middles[0] = middles[1] = 0;
+            return;
+        }
         u32 scale[2] = {0, 0}, zero[2] = {0, 0};
         const int at = 2 * (key_g - key_g % 2 + 4 * n);
         if (Codec::HAS_SCALE) load_words<8>(scale, stage + P::SCALE + at);
@@ -363,7 +349,9 @@ struct WarpSums {
     INLINE void clear_tail(u8* stage, int limit) const {
         const int lane = 4 * g + t;
         if (limit >= P::KEYS) return;
-        if (Codec::HAS_SCALE) {
+        if constexpr (Codec::GROUP != 0) {
+            group_share.clear_tail(stage, limit, lane);
+        } else if (Codec::HAS_SCALE) {
 #pragma unroll
             for (int key = lane; key < P::KEYS; key += WARP) {
                 if (key < limit) continue;
@@ -410,6 +398,11 @@ struct WarpSums {
                 const int on = (4 * n + r / 2 * 2) * P::ROW + (r % 2 ? v_next : 0);
                 ValueShare::load(rows[r], stage + v_at + on);
             }
+            u32 groups[4];
+            if constexpr (Codec::GROUP != 0) {
+                const int key = first_key<P::QUARTER>(2 * t) + 4 * n, on = t % 2 ? -1 : 1;
+                group_share.load_values(groups, stage, {key, key + on, key + 2, key + 2 + on});
+            }
 #pragma unroll
             for (int w = 0; w < ValueShare::WORDS; ++w) {
                 const u32 ab[2] = {low_halves(rows[0][w], rows[1][w]),
@@ -418,6 +411,12 @@ struct WarpSums {
                                    high_halves(rows[2][w], rows[3][w])};
                 u32 a[FRAGMENTS][4];
                 Codec::value_pairs(a, ab, cd);
+                if constexpr (Codec::GROUP != 0) {
+#pragma unroll
+                    for (int m = 0; m < FRAGMENTS; ++m)
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) a[m][i] = Codec::scaled(a[m][i], groups[i]);
+                }
 #pragma unroll
                 for (int m = 0; m < FRAGMENTS; ++m)
 #pragma unroll

@@ -22,6 +22,8 @@ ENCODERS: Mapping[str, str] = {
     "int8": "IntEncoder<8>",
     "int4": "IntEncoder<4>",
     "int2": "Int2Encoder",
+    "fp4": "Fp4Encoder",
+    "fp4_mx": "Fp4MxEncoder",
 }
 """Codec to its struct in `kv_encoders.cuh`; other codecs go to Triton."""
 

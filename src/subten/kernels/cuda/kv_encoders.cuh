@@ -61,6 +61,8 @@ struct Divisor {
 INLINE int in_order(int bits) { return bits < 0 ? bits ^ 0x7fffffff : bits; }
 
 // What a lane holds of an encoded row: its bytes of each run, and the row's scale and zero, bf16.
+// Where the encoder has a GROUP, `scale` is a byte for the group of the lane's channels below C
+// and, above it, one for the others' group; `zero` is the row's byte.
 //
 //   8 and 16 bits:  | BYTES of lane 0 | ... | of lane 31 | BYTES of lane 0 | ... | of lane 31 |
 //                     run 0: channels below C              run 1: channels from C on
@@ -84,12 +86,13 @@ struct EncodedRow {
     }
 };
 
-// Each `encode` makes an EncodedRow; all lanes have its scale and zero. A row with a NaN or an
-// infinity decodes to NaN throughout, but for BF16, where each value keeps its own.
+// Each `encode` makes an EncodedRow; all lanes have its scale and zero, but for scales of groups. A
+// row, or a group of fp4_mx, with a NaN or an infinity decodes to NaN throughout, but for BF16,
+// where each value keeps its own.
 
 // To nearest, ties to even; a finite value stays finite.
 struct Bf16Encoder {
-    static constexpr int BITS = 16;
+    static constexpr int BITS = 16, GROUP = 0;
     static constexpr bool HAS_SCALE = false, HAS_ZERO = false, IS_ROTATED = false;
 
     template <int N>
@@ -113,7 +116,7 @@ struct Bf16Encoder {
 };
 
 struct Fp8Encoder {
-    static constexpr int BITS = 8;
+    static constexpr int BITS = 8, GROUP = 0;
     static constexpr bool HAS_SCALE = true, HAS_ZERO = false, IS_ROTATED = false;
 
     template <int N>
@@ -156,7 +159,7 @@ struct Fp8Encoder {
 // Halves all along, for the range of two finite numbers may exceed the largest one.
 template <int B>
 struct IntEncoder {
-    static constexpr int BITS = B, LEVELS = (1 << B) - 1;
+    static constexpr int BITS = B, GROUP = 0, LEVELS = (1 << B) - 1;
     static constexpr bool HAS_SCALE = true, HAS_ZERO = true, IS_ROTATED = B == 4;
 
     template <int N>
@@ -201,7 +204,7 @@ struct IntEncoder {
 
 // Levels 3 and 10 (codecs/lloyd_max.py), its sums those of integers (codecs/fixed_point.py).
 struct Int2Encoder {
-    static constexpr int BITS = 2;
+    static constexpr int BITS = 2, GROUP = 0;
     static constexpr bool HAS_SCALE = true, HAS_ZERO = false, IS_ROTATED = true;
 
     template <int N>
@@ -279,6 +282,136 @@ private:
     static constexpr float LIMIT = 1e38f;
 };
 
+// E2M1 (codecs/fp4.py).
+struct E2m1Encoder {
+    static constexpr int BITS = 4;
+    static constexpr bool HAS_ZERO = false, IS_ROTATED = false;
+
+protected:
+    static constexpr float LIMIT = 2.97e38f;
+
+    static INLINE float limit_fp4(float v) { return v > LIMIT ? LIMIT : v < -LIMIT ? -LIMIT : v; }
+
+    // Bits of the lane's largest magnitudes.
+    template <int N>
+    static INLINE void find_largest(int (&most)[2], const float (&x)[2][N]) {
+        most[0] = most[1] = 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                const int size = float_bits(x[half][j]) & 0x7fffffff;
+                most[half] = size > most[half] ? size : most[half];
+            }
+    }
+
+    // Of `LANES` neighbouring lanes, of bits of numbers that are not negative.
+    template <int LANES>
+    static INLINE int largest_of_lanes(int bits) {
+#pragma unroll
+        for (int mask = 1; mask < LANES; mask *= 2) {
+            const int other = float_bits(shuffle_xor(bits_float(bits), mask));
+            bits = other > bits ? other : bits;
+        }
+        return bits;
+    }
+
+    // Ties go to the even code.
+    static INLINE u32 magnitude(float size) {
+        return (size > 0.25f) + (size >= 0.75f) + (size > 1.25f) + (size >= 1.75f) +
+               (size > 2.5f) + (size >= 3.5f) + (size > 5.0f);
+    }
+};
+
+// Over 2^e of the row and an E4M3 scale of 16 channels.
+struct Fp4Encoder : E2m1Encoder {
+    static constexpr int GROUP = 16;
+    static constexpr bool HAS_SCALE = true;
+
+    template <int N>
+    static INLINE void encode(EncodedRow<N, BITS>& row, const float (&x)[2][N]) {
+        int most[2];
+        find_largest(most, x);
+        const int of_row = warp_max(most[0] > most[1] ? most[0] : most[1]);
+        const bool is_bad = of_row >= INFINITY_BITS;
+        const float largest = is_bad ? 0.0f : limit_fp4(bits_float(of_row));
+        // 1.3125 * 2^11, or 6 * 448, is the largest value of exponent 0.
+        int exponent = ((float_bits(largest) + 0x57ffff) >> 23) - 11;
+        exponent = exponent < 1 ? 1 : exponent;
+        const float to_unit = bits_float((254 - exponent) << 23);
+        row.scale = 0;
+        row.zero = is_bad ? 255 : exponent;
+        u32 bytes[2] = {};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int of_lanes = largest_of_lanes<GROUP / N>(most[half]);
+            const float of_group = is_bad ? 0.0f : limit_fp4(bits_float(of_lanes));
+            const u32 scale = scale_code(divide(multiply(of_group, to_unit), 6.0f));
+            const float value = scale_value(scale);
+            const float step = value > 0 ? value : 1.0f;
+            const Divisor divisor(step);
+            row.scale |= scale << 8 * half;
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                const float v = is_bad ? 0.0f : multiply(limit_fp4(x[half][j]), to_unit);
+                bytes[half] |= code(v, step, divisor) << 8 * j;
+            }
+        }
+        row.codes[0][0] = bytes[0] | bytes[1] << 4;
+    }
+
+private:
+    // E4M3 to nearest; below 2^-6, where steps are 2^-9, up.
+    static INLINE u32 scale_code(float scale) {
+        const u32 size = (u32)float_bits(scale);
+        const u32 normal = ((size + 0x7ffffu + (size >> 20 & 1u)) >> 20) - (120u << 3);
+        const float steps = multiply(scale, 512.0f);
+        const u32 nearest = (u32)float_bits(steps + 8388608.0f) & 0xffu;
+        return scale < 0x1p-6f ? nearest + ((float)nearest < steps) : normal;
+    }
+    static INLINE float scale_value(u32 code) {
+        return multiply(bits_float((int)(code << 20)), 0x1p120f);
+    }
+
+    // A quotient that underflows, 2^-150 at most, has no sign.
+    static INLINE u32 code(float v, float step, const Divisor& divisor) {
+        const float size = v < 0 ? -v : v;
+        const bool is_negative = v < 0 && multiply(size, 0x1p64f) > multiply(step, 0x1p-86f);
+        return magnitude(divisor.of(size)) | (is_negative ? 8u : 0u);
+    }
+};
+
+// Over 2^e of 32 channels.
+struct Fp4MxEncoder : E2m1Encoder {
+    static constexpr int GROUP = 32;
+    static constexpr bool HAS_SCALE = false;
+
+    template <int N>
+    static INLINE void encode(EncodedRow<N, BITS>& row, const float (&x)[2][N]) {
+        int most[2];
+        find_largest(most, x);
+        row.scale = 0;
+        u32 bytes[2] = {};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int of_lanes = largest_of_lanes<GROUP / N>(most[half]);
+            const bool is_bad = of_lanes >= INFINITY_BITS;
+            const float largest = is_bad ? 0.0f : limit_fp4(bits_float(of_lanes));
+            // 1.5 * 2^2, or 6, is the largest value of exponent 0.
+            int exponent = ((float_bits(largest) + 0x3fffff) >> 23) - 2;
+            exponent = exponent < 1 ? 1 : exponent;
+            const float to_unit = bits_float((254 - exponent) << 23);
+            row.scale |= (u32)(is_bad ? 255 : exponent) << 8 * half;
+#pragma unroll
+            for (int j = 0; j < N; ++j) {
+                const float v = is_bad ? 0.0f : multiply(limit_fp4(x[half][j]), to_unit);
+                bytes[half] |= (magnitude(v < 0 ? -v : v) | (v < 0 ? 8u : 0u)) << 8 * j;
+            }
+        }
+        row.codes[0][0] = bytes[0] | bytes[1] << 4;
+    }
+};
+
 // Where a row's bytes go: the codes of K, or of V, of its page, and the planes after them.
 struct Place {
     u8* codes;
@@ -287,6 +420,16 @@ struct Place {
     template <class Encoder, int N>
     INLINE void store(const EncodedRow<N, Encoder::BITS>& encoded, int lane) const {
         encoded.store_codes(codes + row * encoded.ROW, lane);
+        if constexpr (Encoder::GROUP != 0) {
+            constexpr int GROUPS = N * WARP / Encoder::GROUP, LANES = Encoder::GROUP / N;
+            u8* scales = codes + scale_at + row * 2 * GROUPS + lane / LANES;
+            if (lane % LANES == 0) {
+                scales[0] = (u8)encoded.scale;
+                scales[GROUPS] = (u8)(encoded.scale >> 8);
+            }
+            if (Encoder::HAS_SCALE && lane == 0) codes[zero_at + row] = (u8)encoded.zero;
+            return;
+        }
         if (lane > 0) return;
         if (Encoder::HAS_SCALE) store_half(scale_at, encoded.scale);
         if (Encoder::HAS_ZERO) store_half(zero_at, encoded.zero);
