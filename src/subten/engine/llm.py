@@ -249,7 +249,10 @@ class LLM:
         )
         self.max_model_len = limits.max_model_len
         warn_if_slow(
-            fmt.codec.name, device_kind=self.device.kind, max_model_len=limits.max_model_len
+            fmt.codec.name,
+            device_kind=self.device.kind,
+            max_model_len=limits.max_model_len,
+            has_cold_pages=config.kv_cold_pages,
         )
         self.max_num_seqs = limits.max_num_seqs
         self.pool = self._new_pool(limits, calibration)
