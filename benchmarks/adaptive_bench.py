@@ -221,7 +221,7 @@ def measure_mixed(
         "v4": mix.v4,
         "cold": mix.cold,
         "is_calibrated": mix.is_calibrated,
-        "op": "triton" if mix.cold else "cuda",
+        "op": "cuda",
         **_sizes(shape, context, case.kv_bytes),
         "us_per_layer": round(timed(case.attend) * each, 2),
         "append_us": round(timed(case.append) * each, 2),

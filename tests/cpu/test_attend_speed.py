@@ -21,8 +21,6 @@ def test_the_table_is_the_record() -> None:
         (fp8,) = (r for r in here if r["format"] == "fp8")
         for record in here:
             name = record["format"].split()[0]
-            if record.get("cold"):
-                name += " with cold pages"
             if record["kv_bytes"] < fp8["kv_bytes"]:
                 share = record["us_per_layer"] / fp8["us_per_layer"]
                 each = found.setdefault(name, {})
@@ -38,10 +36,6 @@ def test_one_line_where_contexts_are_long(caplog: pytest.LogCaptureFixture) -> N
         warn_if_slow("adaptive", device_kind="cuda", max_model_len=LONG_CONTEXT - 1)
         assert not caplog.records
         warn_if_slow("adaptive", device_kind="cuda", max_model_len=LONG_CONTEXT)
-        warn_if_slow(
-            "adaptive", device_kind="cuda", max_model_len=LONG_CONTEXT, has_cold_pages=True
-        )
-    message, with_cold = (record.getMessage() for record in caplog.records)
-    assert "adaptive took" in message
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert "adaptive" in message
     assert f"times at {LONG_CONTEXT} tokens" in message
-    assert "adaptive with cold pages took" in with_cold

@@ -33,6 +33,8 @@ SMALL = DecodePlan(num_splits=3, min_slices=1, num_warps=2, num_stages=2)
 POLLS = dataclasses.replace(SMALL, polls=True)
 PLACES = [(0, -1, -1), (1, 1, -1), (3, 0, -1), (4, -1, -1), (2, 2, -1), (6, 3, -1), (5, -1, -1)]
 """Pages at 2 and at 4 bits of V; none cold."""
+WITH_COLD = [(0, -1, -1), (1, 1, -1), (-1, -1, 1), (3, 0, -1), (2, 2, -1), (-1, -1, 2), (-1, -1, 0)]
+"""Three of them cold; planes that no page has may hold anything."""
 LONG: dict[str, Any] = {
     "page_ids": [[1, 6, 2, 5, 3, 4, 0], [2, 0], [5]],
     "lengths": [443, 65, 64],
@@ -92,6 +94,22 @@ def test_matches_dense(
     longest = max(scene.lengths)
     table_PC = rotary(randn, longest + 3, head_dim)
     table_PC[longest:] = math.nan
+    check(scene, on_cuda(), q_THD, coef_THC=3 * randn(*q_THD.shape), table_PC=table_PC)
+
+
+@pytest.mark.usefixtures("kernels", "poisoned")
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_cold_pages_match_dense(
+    randn: Randn, generator: torch.Generator, device: torch.device, bits: int, head_dim: int
+) -> None:
+    """Pages of all kinds in one launch, exact rows in cold ones too."""
+    scene = make_scene(
+        randn, generator, device, head_dim, **LONG, bits=bits, places=WITH_COLD, num_sinks=5
+    )
+    q_THD = randn(3, 8, head_dim, dtype=torch.bfloat16)
+    check(scene, on_cuda(), q_THD)
+    table_PC = rotary(randn, 443, head_dim)
     check(scene, on_cuda(), q_THD, coef_THC=3 * randn(*q_THD.shape), table_PC=table_PC)
 
 
@@ -221,9 +239,11 @@ def newest_rows(scene: Scene) -> list[tuple[int, int]]:
     high = {2: 0, 3: quarter // 2, 4: quarter}[pages.k_bits]
     for length, ids in zip(scene.lengths, scene.page_ids, strict=True):
         page, row = ids[(length - 1) // PAGE_SIZE], (length - 1) % PAGE_SIZE
-        base, fine, _ = pages.place_P3[page].tolist()
-        planes = [(pages.k_PGB[page], (quarter, high, 1)), (pages.vbase_XGB[base], (quarter, 1))]
+        base, fine, cold = pages.place_P3[page].tolist()
+        planes = [(pages.k_PGB[page], (quarter, high, 1))]
+        planes += [(pages.vbase_XGB[base], (quarter, 1))] if base >= 0 else []
         planes += [(pages.vfine_YGB[fine], (quarter,))] if fine >= 0 else []
+        planes += [(pages.vcold_ZGB[cold], (quarter * 3 // 4, 1))] if cold >= 0 else []
         for plane_GB, widths in planes:
             for head_B in plane_GB:
                 at = head_B.data_ptr()
@@ -234,9 +254,15 @@ def newest_rows(scene: Scene) -> list[tuple[int, int]]:
 
 
 @pytest.mark.usefixtures("kernels", "poisoned")
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("bits", "places"), [(2, PLACES), (3, WITH_COLD), (4, PLACES)], ids=["2", "3 cold", "4"]
+)
 def test_what_the_kernel_ahead_writes_is_read_after_the_wait(
-    randn: Randn, generator: torch.Generator, device: torch.device, bits: int
+    randn: Randn,
+    generator: torch.Generator,
+    device: torch.device,
+    bits: int,
+    places: list[tuple[int, int, int]],
 ) -> None:
     """Pages without the newest row are fetched before it; queries and exact rows are not."""
     if device.type != "cpu":
@@ -247,7 +273,7 @@ def test_what_the_kernel_ahead_writes_is_read_after_the_wait(
         "num_new": [1, 1, 1, 1],
     }
     scene = make_scene(
-        randn, generator, device, 64, **layout, bits=bits, num_kv_heads=2, places=PLACES
+        randn, generator, device, 64, **layout, bits=bits, num_kv_heads=2, places=places
     )
     q_THD, coef_THC = randn(4, 4, 64, dtype=torch.bfloat16), randn(4, 4, 64)
     added = {"coef_THC": coef_THC, "table_PC": rotary(randn, 150, 64)}
@@ -279,7 +305,6 @@ def test_what_the_kernel_ahead_writes_is_read_after_the_wait(
         (64, 9, torch.bfloat16, {}),
         (96, 1, torch.bfloat16, {}),
         (64, 1, torch.bfloat16, {"num_outliers": 2}),
-        (64, 1, torch.bfloat16, {"places": [*PLACES[:6], (-1, -1, 0)]}),
         (64, 1, torch.bfloat16, {"num_new": [2, 1]}),
         (64, 1, torch.bfloat16, {"width": 32}),
         (64, 1, torch.bfloat16, {"size": 449}),
@@ -311,11 +336,17 @@ def test_the_rest_goes_to_triton(
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("places", [PLACES, WITH_COLD], ids=["", "cold"])
 def test_plans_fit(
-    randn: Randn, generator: torch.Generator, device: torch.device, bits: int, head_dim: int
+    randn: Randn,
+    generator: torch.Generator,
+    device: torch.device,
+    bits: int,
+    head_dim: int,
+    places: list[tuple[int, int, int]],
 ) -> None:
     """Rings and arena fit an SM; a stage holds K, a row of the table, V in both planes."""
-    scene = make_scene(randn, generator, device, head_dim, **SHORT, bits=bits, places=PLACES)
+    scene = make_scene(randn, generator, device, head_dim, **SHORT, bits=bits, places=places)
     layout = page_bytes(scene.pages, scene.fmt)
     assert layout.keys == PAGE_SIZE and layout.stage_bytes % 16 == 0
     held = (scene.fmt.k_bytes(bits), 4 * head_dim, scene.fmt.base_bytes, scene.fmt.fine_bytes)
@@ -333,6 +364,7 @@ def test_plans_fit(
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("lengths", [[4097], [1, 1000, 65], [63, 64, 65, 1, 130, 2, 700]])
+@pytest.mark.parametrize("places", [PLACES, WITH_COLD], ids=["", "cold"])
 def test_matches_dense_on_a_gpu(
     randn: Randn,
     generator: torch.Generator,
@@ -341,6 +373,7 @@ def test_matches_dense_on_a_gpu(
     head_dim: int,
     group: int,
     lengths: list[int],
+    places: list[tuple[int, int, int]],
 ) -> None:
     """Sequences share pages; the planner's plans, with and without early launches."""
     ids = [[(3 * page + s) % 7 for page in range(-(-n // 64))] for s, n in enumerate(lengths)]
@@ -355,7 +388,7 @@ def test_matches_dense_on_a_gpu(
         bits=bits,
         num_kv_heads=4,
         size=32,
-        places=PLACES,
+        places=places,
     )
     q_THD = randn(len(lengths), 4 * group, head_dim, dtype=torch.bfloat16)
     added = {
@@ -387,7 +420,7 @@ def test_graph_replay_follows_kv_len(
         num_new=[1, 1],
         bits=4,
         num_kv_heads=4,
-        places=PLACES,
+        places=WITH_COLD,
     )
     # Any row of a ring may be read.
     scene.pages.recent_NGE.copy_(randn(*scene.pages.recent_NGE.shape))

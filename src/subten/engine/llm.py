@@ -249,10 +249,7 @@ class LLM:
         )
         self.max_model_len = limits.max_model_len
         warn_if_slow(
-            fmt.codec.name,
-            device_kind=self.device.kind,
-            max_model_len=limits.max_model_len,
-            has_cold_pages=config.kv_cold_pages,
+            fmt.codec.name, device_kind=self.device.kind, max_model_len=limits.max_model_len
         )
         self.max_num_seqs = limits.max_num_seqs
         self.pool = self._new_pool(limits, calibration)

@@ -165,6 +165,8 @@ inline u32 byte_and_below(u32 w, int byte, u32 below) {
 }
 #define FLOAT_OF_BYTE 8388608.0f
 inline u32 byte_selector(int byte) { return byte; }
+inline u32 alone_selector(int byte) { return byte; }
+inline u32 byte_alone(u32 w, u32 selector) { return w >> 8 * selector & 255; }
 inline float float_of_byte(u32 w, u32 byte) { return FLOAT_OF_BYTE + (w >> 8 * byte & 255); }
 
 inline float half_value(u32 half) {

@@ -26,12 +26,12 @@ using emulation::unpack;
 #define APPENDS(CODEC, ENCODER) \
     APPEND(CODEC, ENCODER, 64, false), APPEND(CODEC, ENCODER, 128, false)
 
-#define MIXED(BITS, DIM, TABLE, POLLS)                                          \
-    {"attend_mixed_kernel<" #BITS ", " #DIM ", " #TABLE ", " #POLLS ">", \
-     unpack(attend_mixed_kernel<BITS, DIM, TABLE, POLLS>)}
-#define MIXES(BITS)                                                        \
-    MIXED(BITS, 64, false, false), MIXED(BITS, 64, true, false),           \
-        MIXED(BITS, 128, false, false), MIXED(BITS, 128, true, false)
+#define MIXED(BITS, DIM, TABLE, COLD, POLLS)                                          \
+    {"attend_mixed_kernel<" #BITS ", " #DIM ", " #TABLE ", " #COLD ", " #POLLS ">", \
+     unpack(attend_mixed_kernel<BITS, DIM, TABLE, COLD, POLLS>)}
+#define MIXES(BITS, COLD)                                                              \
+    MIXED(BITS, 64, false, COLD, false), MIXED(BITS, 64, true, COLD, false),           \
+        MIXED(BITS, 128, false, COLD, false), MIXED(BITS, 128, true, COLD, false)
 
 const std::map<std::string, Launch> kernels = {
     ALL(KvBf16),
@@ -54,12 +54,16 @@ const std::map<std::string, Launch> kernels = {
     APPEND(KvInt4, IntEncoder<4>, 64, true),
     APPEND(KvInt4, IntEncoder<4>, 128, true),
     APPEND(KvBf16, Bf16Encoder, 128, true),
-    MIXES(2),
-    MIXES(3),
-    MIXES(4),
-    MIXED(4, 128, false, true),
-    MIXED(4, 128, true, true),
-    MIXED(3, 64, true, true),
+    MIXES(2, false),
+    MIXES(3, false),
+    MIXES(4, false),
+    MIXES(2, true),
+    MIXES(3, true),
+    MIXES(4, true),
+    MIXED(4, 128, false, false, true),
+    MIXED(4, 128, true, false, true),
+    MIXED(3, 64, true, false, true),
+    MIXED(3, 128, true, true, true),
 };
 
 // Inputs that the kernel ahead writes: they are NaN until a block waits.

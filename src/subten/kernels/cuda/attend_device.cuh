@@ -171,6 +171,14 @@ INLINE void mma_half(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// A byte of a word, zeros above it.
+INLINE u32 alone_selector(int byte) { return 0x4440u | byte; }
+INLINE u32 byte_alone(u32 w, u32 selector) {
+    u32 byte;  // not __byte_perm, which masks a selector first
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(byte) : "r"(w), "r"(selector));
+    return byte;
+}
+
 // Byte i is byte n of the eight of `low` and `high`, n the i-th lowest nibble; where n is 8 or more,
 // the sign of byte n - 8, all ones or zeros.
 INLINE u32 bytes_of_table(u32 low, u32 high, u32 nibbles) {

@@ -8,12 +8,12 @@
 //   value of key n:   norm_n level_n at 2 bits or at 4, as the page's planes are, or an exact row
 //
 //   page_table -> page -> K at its id:  | low bits | high bits | norms |
-//                      -> place:  (base, fine) ids of V:  | codes | norms |,  | finer codes |
+//                      -> place:  (base, fine, cold) ids of V:  | codes | norms |,  | finer codes |
 //   a warp's ring:     | K, a row of the table, V base, V fine | K ... |
 //
 // Levels of K are bytes out of tables in registers, and q integers of two bytes, as for int2; levels
 // of V at 4 bits come out of a table of all pairs of codes in shared memory, a copy a lane, so that no
-// bank is met twice; at 2 bits as int2's.
+// bank is met twice; at 2 bits as int2's; cold ones are sums of two codewords in shared memory.
 //
 // The table's columns are cosines and sines of n w_c, times a factor: scores of a page need its
 // row of the page's first key alone, by which coefficients are turned, and angles of distances from
@@ -23,6 +23,7 @@
 //
 //   before the rings:  256 rows of  | a pair of levels, 32 times | 128 bytes of A fragments, or of
 //                                                                  scores of exact keys |
+//                      norms of each warp's page |  codewords, if there are cold pages |
 //
 // Exact rows, few and in at most a few pages, hide their keys' codes. They are read straight from
 // memory when the pages are done, a warp a key, in FP32, and join the sums of that warp: of any
@@ -36,6 +37,7 @@
 
 #define ARENA_ROW 256
 #define MAX_MIXED_WARPS 8
+#define IS_COLD -2
 
 // Strides are below 2^31, so that an address is one multiplication.
 struct Plane {
@@ -54,11 +56,12 @@ struct Plane {
 struct MixedCall {
     const u16* q;
     i64 q_stride_t, q_stride_h, q_stride_d;
-    Plane k, base, fine, sinks;  // strides in bytes
+    Plane k, base, fine, cold, sinks;  // strides in bytes
     const u16* recent;
     i64 recent_stride, recent_head_stride;  // in bf16
     const int *place, *sink_of, *recent_base, *recent_cap, *recent_from;
     const float *coefs, *table;
+    const u8* codewords;  // bf16, over 256
     float *shares, *lse;
     int num_sinks, window, table_len, share_pages;
     bool has_fine;
@@ -125,7 +128,16 @@ INLINE void fill_angles(u8* arena, const FirstRows<4>& rows, int f) {
     *reinterpret_cast<uint4*>(to) = {sines[0], sines[1], sines[2], sines[3]};
 }
 
-template <int BITS, int DIM, bool HAS_TABLE, bool POLLS>
+template <int COPIES>
+INLINE void fill_book(u8* book, const u8* codewords) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < (256 + 16) * COPIES; i += blockDim.x) {
+        const uint4 codeword = *reinterpret_cast<const uint4*>(codewords + i / COPIES * 16);
+        *reinterpret_cast<uint4*>(book + i * 16) = codeword;
+    }
+}
+
+template <int BITS, int DIM, bool HAS_TABLE, bool HAS_COLD, bool POLLS>
 INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     using P = MixedPart<BITS, DIM>;
     using Sums = MixedSums<BITS, DIM>;
@@ -145,7 +157,8 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     // First, so that its address is a constant.
     u8* const arena = dynamic_shared;
     float* const norms = reinterpret_cast<float*>(arena + 256 * ARENA_ROW);
-    u8* const rings = arena + 256 * ARENA_ROW + MAX_MIXED_WARPS * P::NORMS * 4;
+    u8* const book = arena + 256 * ARENA_ROW + MAX_MIXED_WARPS * P::NORMS * 4;
+    u8* const rings = book + (HAS_COLD ? P::BOOK : 0);
     u8* ring = rings + warp * num_stages * P::STAGE;
     // What needs no more than the table is done while loads are under way.
     constexpr int UNITS = DIM / 32;
@@ -213,27 +226,36 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
         plane_stride = 4 * PAGE_KEYS * DIM;
         plane_at = P::TABLE_ROW;
         plane_bytes = P::TABLE_BYTES;
+    } else if (HAS_COLD && lane == 4) {
+        plane = mixed.cold.of_head(kv_head);
+        plane_stride = mixed.cold.stride;
+        plane_at = P::BASE;
+        plane_bytes = P::COLD_BYTES;
     }
-    int put_slice = first + warp, put_lane = 0, page = 0, base = 0, fine = -1;
+    int put_slice = first + warp, put_lane = 0, page = 0, base = 0, fine = -1, cold = -1;
     auto load_places = [&] {
         const int slice = put_slice + lane * num_warps;
         if (slice >= end) return;
         page = load_from_l2(table_row + slice);
         base = load_from_l2(mixed.place + 3 * (i64)page);
         fine = load_from_l2(mixed.place + 3 * (i64)page + 1);
+        if (HAS_COLD) cold = load_from_l2(mixed.place + 3 * (i64)page + 2);
     };
     auto put = [&](u8* stage) {
         if (put_slice >= end) return;
         const int page_id = shuffle_from(page, put_lane), base_id = shuffle_from(base, put_lane);
         const int fine_id = shuffle_from(fine, put_lane);
+        const int cold_id = HAS_COLD ? shuffle_from(cold, put_lane) : -1;
         u64* barrier = P::barrier_of(stage);
         if (lane == 0) {
-            *P::note_of(stage) = fine_id;
-            expect_bytes(barrier, P::K_BYTES + P::BASE_BYTES + (HAS_TABLE ? P::TABLE_BYTES : 0) +
+            *P::note_of(stage) = cold_id < 0 ? fine_id : IS_COLD;
+            expect_bytes(barrier, P::K_BYTES + (cold_id < 0 ? P::BASE_BYTES : P::COLD_BYTES) +
+                                      (HAS_TABLE ? P::TABLE_BYTES : 0) +
                                       (fine_id < 0 ? 0 : P::FINE_BYTES));
         }
-        const int id = lane == 0 ? page_id : lane == 1 ? base_id : lane == 2 ? fine_id : put_slice;
-        if (lane < (HAS_TABLE ? 4 : 3) && id >= 0)
+        int id = lane == 0 ? page_id : lane == 1 ? base_id : lane == 2 ? fine_id : put_slice;
+        if (HAS_COLD && lane == 4) id = cold_id;
+        if (lane < (HAS_COLD ? 5 : 4) && (HAS_TABLE || lane != 3) && id >= 0)
             copy_bulk(stage, plane + (u64)(u32)id * plane_stride, plane_bytes, barrier, plane_at);
         put_slice += num_warps;
         if (++put_lane == WARP) {
@@ -259,6 +281,7 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
     for (; num_put < num_stages && put_slice < newest; ++num_put) put(ring + num_put * P::STAGE);
 
     if (mixed.has_fine) fill_levels(arena);
+    if (HAS_COLD) fill_book<P::COPIES>(book, mixed.codewords);
     ExactRows exact{};
     exact.num_keys = num_keys;
     exact.first_near = num_keys;
@@ -382,7 +405,8 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
         const int first_key = slice * PAGE_KEYS;
         typename Sums::Scores p;
         wait_phase(P::barrier_of(stage), parity);
-        own.decode_norms(stage);
+        const int note = *P::note_of(stage);
+        own.decode_norms(stage, HAS_COLD && note == IS_COLD);
         own.score(p, stage);
         if (HAS_TABLE)
             own.add_positions(p, reinterpret_cast<const float*>(stage + P::TABLE_ROW), own_coefs,
@@ -393,7 +417,9 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
         if (shares) own.put_share(shares + (i64)slice * HEADS, of_page[0]);
         u32 pairs[Sums::TILES][2];
         own.weigh_values(pairs, p);
-        if (*P::note_of(stage) < 0)
+        if (HAS_COLD && note == IS_COLD)
+            own.add_cold(pairs, stage, book);
+        else if (note < 0)
             own.add_base(pairs, stage);
         else
             own.add_fine(pairs, stage, arena, 4 * lane);
@@ -454,16 +480,18 @@ INLINE void mixed_block(const AttendCall& call, const MixedCall& mixed) {
                                             stats, mixed.lse);
 }
 
-template <int BITS, int DIM, bool HAS_TABLE, bool POLLS>
+template <int BITS, int DIM, bool HAS_TABLE, bool HAS_COLD, bool POLLS>
 __global__ void __launch_bounds__(256, 1)
     attend_mixed_kernel(const u16* q, i64 q_stride_t, i64 q_stride_h, i64 q_stride_d, const u8* k,
                         i64 k_stride, i64 k_head_stride, const u8* base, i64 base_stride,
                         i64 base_head_stride, const u8* fine, i64 fine_stride,
-                        i64 fine_head_stride, const u8* sinks, i64 sink_stride,
+                        i64 fine_head_stride, const u8* cold, i64 cold_stride,
+                        i64 cold_head_stride, const u8* sinks, i64 sink_stride,
                         i64 sink_head_stride, const u16* recent, i64 recent_stride,
                         i64 recent_head_stride, const int* place, const int* sink_of,
                         const int* recent_base, const int* recent_cap, const int* recent_from,
-                        const float* coefs, const float* table, float* shares, float* lse,
+                        const float* coefs, const float* table, const u8* codewords,
+                        float* shares, float* lse,
                         int num_sinks, int window, int table_len, int share_pages, int has_fine,
                         const int* page_table, i64 page_table_stride, const i64* position,
                         const int* kv_len, const int* tile_seq, const int* tile_start, u16* out,
@@ -481,6 +509,7 @@ __global__ void __launch_bounds__(256, 1)
                           {k, k_stride, k_head_stride},
                           {base, base_stride, base_head_stride},
                           {fine, fine_stride, fine_head_stride},
+                          {cold, cold_stride, cold_head_stride},
                           {sinks, sink_stride, sink_head_stride},
                           recent,
                           recent_stride,
@@ -492,6 +521,7 @@ __global__ void __launch_bounds__(256, 1)
                           recent_from,
                           coefs,
                           table,
+                          codewords,
                           shares,
                           lse,
                           num_sinks,
@@ -499,5 +529,5 @@ __global__ void __launch_bounds__(256, 1)
                           table_len,
                           share_pages,
                           has_fine != 0};
-    mixed_block<BITS, DIM, HAS_TABLE, POLLS>(call, mixed);
+    mixed_block<BITS, DIM, HAS_TABLE, HAS_COLD, POLLS>(call, mixed);
 }

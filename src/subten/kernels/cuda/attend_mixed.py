@@ -7,10 +7,12 @@ Letters: T tokens, H query heads, G KV heads, D head_dim, S sequences, P pages (
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import torch
 
 from subten.codecs.mixed import MixedFormat
+from subten.codecs.vq import FIRST, SECOND, VECTOR, codebook
 from subten.core import PAGE_SIZE
 from subten.kernels import attend_mixed as triton_mixed
 from subten.kernels.attend_plan import AttendPlan
@@ -58,8 +60,8 @@ def attend_mixed(
 ) -> torch.Tensor:
     """`subten.kernels.attend_mixed.attend_mixed` in one CUDA launch, for steps of single tokens.
 
-    Cold pages, outlier channels, windows above 448 tokens, what `attend` on CUDA does not take
-    either, and steps with more than one token of a sequence go to Triton. `plan` and `pdl` are for
+    Outlier channels, windows above 448 tokens, what `attend` on CUDA does not take either, and steps
+    with more than one token of a sequence go to Triton. `plan` and `pdl` are for
     measuring. Counters and what must be in memory before the kernels ahead have ended are as there:
     only q, coefficients, the newest row of each sequence, and exact rows may come from those.
 
@@ -140,7 +142,8 @@ def suits(
 ) -> bool:
     """Whether the kernel takes this call."""
     num_heads, head_dim = q_THD.shape[1:]
-    copied = (pages.k_PGB, pages.vbase_XGB, pages.vfine_YGB, pages.recent_NGE)
+    values = (pages.vbase_XGB, pages.vfine_YGB, pages.vcold_ZGB)
+    copied = (pages.k_PGB, *values, pages.recent_NGE)
     optional = (pages.sink_XGB, table_PC)
     return (
         step.max_query_len == 1
@@ -150,7 +153,6 @@ def suits(
         and num_heads <= MAX_GROUP * pages.num_kv_heads
         and len(step.tile_seq_Q) * num_heads <= MAX_ROWS
         and window.size <= MAX_WINDOW
-        and len(pages.vcold_ZGB) == 0
         and pages.outlier_GO is None
         and (table_PC is None or table_PC.shape[1] == head_dim)
         and all(_is_aligned(t) for t in (*copied, *optional) if t is not None)
@@ -179,12 +181,32 @@ def page_bytes(pages: MixedPages, fmt: MixedFormat) -> SliceBytes:
     stage_bytes = (
         fmt.k_bytes(pages.k_bits) + 4 * fmt.head_dim + fmt.base_bytes + fmt.fine_bytes + 16
     )
-    return SliceBytes(keys=PAGE_SIZE, stage_bytes=stage_bytes, beside=ARENA_BYTES)
+    beside = ARENA_BYTES + (book_bytes(pages.k_bits, fmt) if has_cold(pages) else 0)
+    return SliceBytes(keys=PAGE_SIZE, stage_bytes=stage_bytes, beside=beside)
+
+
+def has_cold(pages: MixedPages) -> bool:
+    """Whether any page may be cold."""
+    return len(pages.vcold_ZGB) > 0
+
+
+def book_bytes(k_bits: int, fmt: MixedFormat) -> int:
+    """Of the codewords in shared memory: `MixedPart::BOOK`."""
+    copies = 8 if fmt.head_dim == 64 else {2: 8, 3: 4, 4: 2}[k_bits]
+    return (FIRST + SECOND) * VECTOR * 2 * copies
+
+
+@functools.cache
+def _codewords(device: torch.device) -> torch.Tensor:
+    """The codewords in units of 256 of their steps, in which the kernel counts values."""
+    with torch.inference_mode(False):
+        return (codebook(device).float() / 256).bfloat16()
 
 
 def kernel_name(pages: MixedPages, fmt: MixedFormat, *, has_table: bool, polls: bool) -> str:
-    """The kernel of attend_mixed.cu for bits of keys, D, a table or none, and how splits merge."""
-    flags = (pages.k_bits, fmt.head_dim, has_table, polls)
+    """The kernel of attend_mixed.cu for bits of keys, D, a table or none, cold pages or none, and
+    how splits merge."""
+    flags = (pages.k_bits, fmt.head_dim, has_table, has_cold(pages), polls)
     return f"attend_mixed_kernel<{', '.join(str(flag).lower() for flag in flags)}>"
 
 
@@ -216,7 +238,8 @@ def _own_arguments(
     lse_THZ: torch.Tensor | None,
 ) -> tuple[runtime.Argument, ...]:
     """What comes before those that the kernel has in common with attend.cu's."""
-    rows = (pages.k_PGB, pages.vbase_XGB, pages.vfine_YGB, pages.sink_XGB, pages.recent_NGE)
+    values = (pages.vbase_XGB, pages.vfine_YGB, pages.vcold_ZGB)
+    rows = (pages.k_PGB, *values, pages.sink_XGB, pages.recent_NGE)
     planes: list[runtime.Argument] = []
     for pool in rows:
         planes.append(pool)
@@ -233,6 +256,7 @@ def _own_arguments(
         window.from_S,
         coef_THC,
         table_PC,
+        _codewords(q_THD.device) if has_cold(pages) else None,
         share_QBPM,
         lse_THZ,
         pages.num_sinks(fmt),

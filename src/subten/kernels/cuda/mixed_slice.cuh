@@ -107,6 +107,15 @@ struct MixedPart {
     static constexpr int FINE = BASE + BASE_BYTES, BARRIER = FINE + FINE_BYTES;
     static constexpr int STAGE = BARRIER + 16, NORMS = 2 * PAGE_KEYS;
     static_assert(BARRIER % 16 == 0 && K_BYTES % 16 == 0 && BASE_BYTES % 16 == 0, "bulk copies");
+    // A cold plane of V lies where the base plane of others does.
+    static constexpr int COLD_ROW = DIM * 3 / 16, COLD_NORMS = BASE + PAGE_KEYS * COLD_ROW;
+    static constexpr int COLD_BYTES = PAGE_KEYS * (COLD_ROW + 1);
+    static_assert(COLD_BYTES % 16 == 0 && COLD_BYTES <= BASE_BYTES, "in its place");
+    // Each codeword's 16 bytes so many times in a row, as far as rings leave memory: with 8, no two
+    // lanes that read at once meet in a bank. Those of the second stage follow the first's 256.
+    static constexpr int COPIES = DIM == 64 || BITS == 2 ? 8 : BITS == 3 ? 4 : 2;
+    static constexpr int BOOK_ROW = 16 * COPIES, SECOND = 256 * BOOK_ROW;
+    static constexpr int BOOK = SECOND + 16 * BOOK_ROW;
 
     static INLINE u64* barrier_of(u8* stage) { return reinterpret_cast<u64*>(stage + BARRIER); }
     static INLINE int* note_of(u8* stage) { return reinterpret_cast<int*>(stage + BARRIER + 8); }
@@ -320,19 +329,20 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
 
     // The norms of the page in `stage` from their bytes (codecs/norm_byte.py), for the warp to load
     // when it has met: each lane those of the two keys of its rows of tile t.
-    INLINE void decode_norms(const u8* stage) const {
-        put_norms<128>(norms, stage + P::K_NORMS);
-        put_norms<208>(norms + PAGE_KEYS, stage + P::V_NORMS);
+    INLINE void decode_norms(const u8* stage, bool is_cold) const {
+        put_norms(norms, stage + P::K_NORMS, 128);
+        put_norms(norms + PAGE_KEYS, stage + (is_cold ? P::COLD_NORMS : P::V_NORMS),
+                  is_cold ? 240 : 208);
     }
-    template <int BIAS>
-    INLINE void put_norms(float* to, const u8* bytes) const {
+    INLINE void put_norms(float* to, const u8* bytes, int bias) const {
+        const float of_zero = -(FLOAT_OF_BYTE + 1 + bias) / 16;
         float pair[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             u32 word;
             load_words<4>(&word, bytes + key(t, r) / 4 * 4);
             const float byte = float_of_byte(word, norm_bytes[r]);
-            const float power = multiply_add(byte, 0.0625f, -(FLOAT_OF_BYTE + 1 + BIAS) / 16);
+            const float power = multiply_add(byte, 0.0625f, of_zero);
             pair[r] = byte == FLOAT_OF_BYTE ? 0.0f : power_of_two(power);
         }
         store_vector(to + (g * TILES + t) * 2, pair);
@@ -515,6 +525,54 @@ struct MixedSums : WarpSums<KvMixed, DIM, 1> {
                 for (int i = 0; i < 4; ++i) {
                     const u32 at = byte_and_below(codes[i / 2][q][i % 2], byte, own);
                     a[i] = *reinterpret_cast<const u32*>(table + at);
+                }
+                mma(acc[0][m], a[0], a[1], a[2], a[3], pairs[n][0], pairs[n][1]);
+            }
+        }
+    }
+
+    // The same of cold values (codecs/vq.py): sums of two codewords of `book`, whole numbers / 256, of
+    // which a lane reads its channels: LANES lanes share a vector of 8.
+    INLINE void add_cold(const u32 (&pairs)[TILES][2], const u8* stage, const u8* book) {
+        constexpr int LANES = 8 / V_UNIT, VECTORS = DIM / 32;  // of a quarter
+        constexpr int WORDS_OF_FIRST = DIM / 32, UNIT_OF_ROW = DIM / 16;
+        const int copy = (g / LANES % 2 * 4 + t) % P::COPIES;
+        const u32 own = copy * 16 + g % LANES * V_UNIT * 2;
+        const u32 selector = alone_selector(g / LANES);
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+            u32 values[4][4][V_UNIT / 2];  // of a key, quarter, and pair of channels
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                const int first_key = key_of_row(2 * t + r % 2) + 8 * n;
+                const int key = r < 2 ? first_key : mirror(first_key);
+                const u8* codes = stage + P::BASE + key * P::COLD_ROW;
+                u32 first[WORDS_OF_FIRST], second[WORDS_OF_FIRST / 2];
+                load_words<UNIT_OF_ROW>(first, codes);
+                load_words<UNIT_OF_ROW>(first + WORDS_OF_FIRST / 2, codes + UNIT_OF_ROW);
+                load_words<UNIT_OF_ROW>(second, codes + 2 * UNIT_OF_ROW);
+#pragma unroll
+                for (int q = 0; q < 4; ++q) {
+                    const int at = q * VECTORS, of_pair = q % 2 * VECTORS;
+                    const u32 a = byte_alone(first[at / 4], selector + at % 4);
+                    const u32 both = byte_alone(second[of_pair / 4], selector + of_pair % 4);
+                    const u32 b = q < 2 ? both & 15 : both >> 4;
+                    u32 x[V_UNIT / 2], y[V_UNIT / 2];
+                    load_words<2 * V_UNIT>(x, book + (a * P::BOOK_ROW + own));
+                    load_words<2 * V_UNIT>(y, book + (P::SECOND + b * P::BOOK_ROW + own));
+#pragma unroll
+                    for (int i = 0; i < V_UNIT / 2; ++i) values[r][q][i] = add_bf16x2(x[i], y[i]);
+                }
+            }
+#pragma unroll
+            for (int m = 0; m < FRAGMENTS; ++m) {
+                const int channel = m % V_UNIT, q = m / V_UNIT;
+                u32 a[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const u32 one = values[i / 2 * 2][q + i % 2 * 2][channel / 2];
+                    const u32 two = values[i / 2 * 2 + 1][q + i % 2 * 2][channel / 2];
+                    a[i] = channel % 2 ? high_halves(one, two) : low_halves(one, two);
                 }
                 mma(acc[0][m], a[0], a[1], a[2], a[3], pairs[n][0], pairs[n][1]);
             }
