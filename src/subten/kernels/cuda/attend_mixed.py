@@ -60,9 +60,10 @@ def attend_mixed(
 ) -> torch.Tensor:
     """`subten.kernels.attend_mixed.attend_mixed` in one CUDA launch, for steps of single tokens.
 
-    Outlier channels, windows above 448 tokens, what `attend` on CUDA does not take either, and steps
-    of more than one token of a sequence go to Triton. `plan` and `pdl` are for measuring. Counters and
-    what must be in memory before the kernels ahead have ended are as there: only q, coefficients, the newest row of each sequence, and exact rows may come from those.
+    Outlier channels, windows above 448 tokens, what `attend` on CUDA does not take either, and
+    steps of more than one token of a sequence go to Triton. `plan` and `pdl` are for measuring.
+    Counters and what must be in memory before the kernels ahead have ended are as there: only q,
+    coefficients, the newest row of each sequence, and exact rows may come from those.
 
     A step that adds to `mass_SP` has one launch more.
     """
