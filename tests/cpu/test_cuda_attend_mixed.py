@@ -355,7 +355,8 @@ def test_plans_fit(
         for num_kv_heads in (1, 2, 4, 8, 32):
             plan = plan_mixed(num_sms=132, num_sequences=num_sequences, num_kv_heads=num_kv_heads)
             plan.check(8, layout)
-    assert plan_mixed(num_sms=132, num_sequences=1, num_kv_heads=4).num_splits == 32
+    plans = [plan_mixed(num_sms=132, num_sequences=n, num_kv_heads=4) for n in (1, 8)]
+    assert [plan.num_splits for plan in plans] == [32, 4], "one block an SM"
 
 
 @pytest.mark.usefixtures("kernels", "poisoned")

@@ -167,12 +167,13 @@ def _is_aligned(t: torch.Tensor) -> bool:
 
 
 def plan_mixed(*, num_sms: int, num_sequences: int, num_kv_heads: int) -> DecodePlan:
-    """As `plan_decode`, with the same tiers. A block has an SM to itself."""
+    """Splits that give each SM one block, which it has to itself, up to half as many pairs of a
+    sequence and a KV head as SMs; then 4 a pair, as long as a pair has not four SMs to wait for."""
     pairs = num_sequences * num_kv_heads
     if pairs > num_sms // 2:
         num_splits = 4 if pairs < 4 * num_sms else 1
         return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=8, num_stages=2)
-    num_splits = max(1, min(MAX_SPLITS, num_sms // num_kv_heads // 2 * 2))
+    num_splits = min(MAX_SPLITS, num_sms // pairs // 2 * 2)
     return DecodePlan(num_splits=num_splits, min_slices=4, num_warps=8, num_stages=2, polls=True)
 
 
