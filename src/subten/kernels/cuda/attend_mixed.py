@@ -166,15 +166,27 @@ def _is_aligned(t: torch.Tensor) -> bool:
     return t.data_ptr() % 16 == 0 and all(s % 16 == 0 and s < 2**31 for s in strides)
 
 
+START_SHARE = 0.15
+"""What the start of a block costs, of the time of a sequence's pages in one block: 9 us of 58 at 8k
+(benchmarks/plans/h200-adaptive-batch.json)."""
+
+
 def plan_mixed(*, num_sms: int, num_sequences: int, num_kv_heads: int) -> DecodePlan:
-    """Splits that give each SM one block, which it has to itself, up to half as many pairs of a
-    sequence and a KV head as SMs; then 4 a pair, as long as a pair has not four SMs to wait for."""
+    """A block has an SM to itself. Up to half as many pairs of a sequence and a KV head as SMs,
+    splits give each SM one; then as many of 1 to 4 as make an SM's blocks, one after the other,
+    take least."""
     pairs = num_sequences * num_kv_heads
-    if pairs > num_sms // 2:
-        num_splits = 4 if pairs < 4 * num_sms else 1
-        return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=8, num_stages=2)
-    num_splits = min(MAX_SPLITS, num_sms // pairs // 2 * 2)
-    return DecodePlan(num_splits=num_splits, min_slices=4, num_warps=8, num_stages=2, polls=True)
+    if pairs <= num_sms // 2:
+        num_splits = min(MAX_SPLITS, num_sms // pairs // 2 * 2)
+        return DecodePlan(
+            num_splits=num_splits, min_slices=4, num_warps=8, num_stages=2, polls=True
+        )
+
+    def time_of(num_splits: int) -> float:
+        return -(-pairs * num_splits // num_sms) * (1 / num_splits + START_SHARE)
+
+    num_splits = min(range(1, 5), key=time_of)
+    return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=8, num_stages=2)
 
 
 def page_bytes(pages: MixedPages, fmt: MixedFormat) -> SliceBytes:
