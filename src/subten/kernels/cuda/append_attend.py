@@ -113,6 +113,8 @@ def append_attend(
             float(eps),
             out_THD,
             *launch.last_arguments,
+            launch.num_ahead,
+            launch.num_early,
         ),
         device=q_THD.device,
         shared_bytes=launch.shared_bytes,

@@ -62,6 +62,7 @@ class SliceBytes:
 
     keys: int
     stage_bytes: int
+    page_bytes: int
     beside: int = 0
 
 
@@ -76,6 +77,9 @@ class DecodePlan:
     With `polls` the splits merge a head each, and wait for the numbers of the others, instead of
     whichever arrives last at a counter; only where all blocks are on an SM at once.
 
+    A warp brings `num_ahead` slices to L2 beside those that its first stages hold, while kernels
+    ahead run.
+
     With `fills` a single sequence's launch has a block for each SM, some of which have no work and
     end with the launch ahead. Where two blocks fit an SM, those of the next launch then find the
     same room on all of them; else the SMs without a block get two, and it takes twice as long.
@@ -87,6 +91,8 @@ class DecodePlan:
     num_stages: int = 4
     polls: bool = False
     fills: bool = False
+    num_ahead: int = 0
+    early_bytes: int = 0
 
     def check(self, group: int, slice_bytes: SliceBytes) -> None:
         """Assert what the kernel relies on."""
@@ -94,6 +100,9 @@ class DecodePlan:
         assert 1 <= self.num_warps <= (16 if group <= 8 else 8), (self, group)
         # Two stages are the least that the warps' sums fit into at the end.
         assert self.num_stages >= 2, self
+        assert not (self.fills and self.early_bytes), self
+        # One lane a slice, of those whose pages are known at the start.
+        assert 0 <= self.num_ahead <= 16 and self.num_stages <= 16, self
         assert self.shared_bytes(slice_bytes) <= MAX_SHARED_BYTES, (self, slice_bytes)
 
     def shared_bytes(self, slice_bytes: SliceBytes) -> int:
@@ -171,7 +180,8 @@ def slice_bytes(fmt: KVFormat) -> SliceBytes:
     num_parts = 2 if fmt.codec.name == "int2" else 1
     part_bytes = num_parts * fmt.page_bytes // 2 * keys // PAGE_SIZE
     barrier_at = -(-(part_bytes + padding) // 8) * 8
-    return SliceBytes(keys=keys, stage_bytes=-(-(barrier_at + 8) // 16) * 16)
+    stage_bytes = -(-(barrier_at + 8) // 16) * 16
+    return SliceBytes(keys=keys, stage_bytes=stage_bytes, page_bytes=fmt.page_bytes)
 
 
 def attend(
@@ -228,6 +238,8 @@ def attend(
             step.tile_start_Q,
             out_THD,
             *launch.last_arguments,
+            launch.num_ahead,
+            launch.num_early,
         ),
         device=q_THD.device,
         shared_bytes=launch.shared_bytes,
@@ -245,6 +257,8 @@ class DecodeLaunch:
     shared_bytes: int
     group: int
     polls: bool
+    num_ahead: int
+    num_early: int
     last_arguments: tuple[runtime.Argument, ...]
 
 
@@ -303,12 +317,18 @@ def launch_splits(
     grid = (num_kv_heads, num_tiles, grid_splits)
     if plan.fills and num_tiles == 1 and num_blocks < _num_sms(device):
         grid = (_num_sms(device), 1, 1)
+    num_early = 0
+    if plan.early_bytes > 0 and grid_splits == 1:
+        page_bytes = num_kv_heads * num_tiles * layout.page_bytes
+        num_early = min(plan.early_bytes // page_bytes, -(-step.max_kv_len // PAGE_SIZE))
     return DecodeLaunch(
         grid=grid,
         num_threads=32 * plan.num_warps,
         shared_bytes=plan.shared_bytes(layout),
         group=group,
         polls=polls,
+        num_ahead=plan.num_ahead,
+        num_early=num_early,
         last_arguments=(
             part,
             part_stats,

@@ -52,7 +52,7 @@ struct AttendCall {
     float *part, *part_stats;
     int* arrived;
     float scale_log2;
-    int num_kv_heads, group, num_splits, min_slices, num_stages;
+    int num_kv_heads, group, num_splits, min_slices, num_stages, num_ahead, num_early;
 };
 
 // Which part of the work a block has: of one sequence and KV head, slices `first` to `end` - 1 of
