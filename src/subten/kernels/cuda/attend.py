@@ -62,7 +62,7 @@ class SliceBytes:
 
     keys: int
     stage_bytes: int
-    page_bytes: int
+    page_bytes: int = 0
     beside: int = 0
 
 

@@ -473,7 +473,7 @@ __global__ void __launch_bounds__(256, 1)
     const AttendCall call{nullptr,  0,      0,        page_table, page_table_stride,
                           position, kv_len, tile_seq, tile_start, out,
                           part,     part_stats, arrived, scale_log2, num_kv_heads,
-                          group,    num_splits, min_slices, num_stages, 0, 0};
+                          group,    num_splits, min_slices, num_stages};
     const MixedCall mixed{q,
                           q_stride_t,
                           q_stride_h,

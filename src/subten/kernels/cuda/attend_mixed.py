@@ -179,7 +179,7 @@ def page_bytes(pages: MixedPages, fmt: MixedFormat) -> SliceBytes:
     stage_bytes = (
         fmt.k_bytes(pages.k_bits) + 4 * fmt.head_dim + fmt.base_bytes + fmt.fine_bytes + 16
     )
-    return SliceBytes(keys=PAGE_SIZE, stage_bytes=stage_bytes, page_bytes=0, beside=ARENA_BYTES)
+    return SliceBytes(keys=PAGE_SIZE, stage_bytes=stage_bytes, beside=ARENA_BYTES)
 
 
 def kernel_name(pages: MixedPages, fmt: MixedFormat, *, has_table: bool, polls: bool) -> str:
