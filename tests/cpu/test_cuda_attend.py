@@ -129,6 +129,7 @@ def test_matches_twin(randn: Randn, codec: str, head_dim: int, group: int) -> No
         DecodePlan(num_splits=64, min_slices=1, num_warps=1, num_stages=4),
         DecodePlan(num_splits=2, min_slices=1, num_warps=2, num_stages=2, num_ahead=3),
         DecodePlan(num_splits=1, min_slices=1, num_warps=2, num_stages=2, early_bytes=2**17),
+        DecodePlan(num_splits=7, min_slices=1, num_warps=1, num_stages=2, num_large=4),
     ],
     ids=str,
 )

@@ -115,6 +115,8 @@ def append_attend(
             *launch.last_arguments,
             launch.num_ahead,
             launch.num_early,
+            launch.num_large,
+            launch.large_eighths,
         ),
         device=q_THD.device,
         shared_bytes=launch.shared_bytes,

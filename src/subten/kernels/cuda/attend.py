@@ -93,6 +93,8 @@ class DecodePlan:
     fills: bool = False
     num_ahead: int = 0
     early_bytes: int = 0
+    num_large: int = 0
+    large_eighths: int = 5
 
     def check(self, group: int, slice_bytes: SliceBytes) -> None:
         """Assert what the kernel relies on."""
@@ -102,6 +104,7 @@ class DecodePlan:
         assert self.num_stages >= 2, self
         assert not (self.fills and self.early_bytes), self
         # One lane a slice, of those whose pages are known at the start.
+        assert 0 <= self.num_large < self.num_splits and 4 <= self.large_eighths < 8, self
         assert 0 <= self.num_ahead <= 16 and self.num_stages <= 16, self
         assert self.shared_bytes(slice_bytes) <= MAX_SHARED_BYTES, (self, slice_bytes)
 
@@ -240,6 +243,8 @@ def attend(
             *launch.last_arguments,
             launch.num_ahead,
             launch.num_early,
+            launch.num_large,
+            launch.large_eighths,
         ),
         device=q_THD.device,
         shared_bytes=launch.shared_bytes,
@@ -259,6 +264,8 @@ class DecodeLaunch:
     polls: bool
     num_ahead: int
     num_early: int
+    num_large: int
+    large_eighths: int
     last_arguments: tuple[runtime.Argument, ...]
 
 
@@ -298,7 +305,9 @@ def launch_splits(
     plan.check(group, layout)
     assert scale > 0, scale
     max_slices = -(-step.max_kv_len // layout.keys)
-    grid_splits = max(1, min(plan.num_splits, -(-max_slices // plan.min_slices)))
+    grid_splits = max(1, -(-max_slices // plan.min_slices))
+    if grid_splits > (plan.num_large or plan.num_splits):
+        grid_splits = plan.num_splits
     part, part_stats = None, None
     num_parts = num_tiles * num_heads * plan.num_splits
     num_blocks = num_kv_heads * num_tiles * grid_splits
@@ -306,7 +315,7 @@ def launch_splits(
         plan.polls
         and grid_splits > 1
         and num_parts * (head_dim + 2) <= MAX_POLLED
-        and (device.type != "cuda" or num_blocks <= _num_sms(device))
+        and (device.type != "cuda" or num_blocks <= (2 if plan.num_large else 1) * _num_sms(device))
     )
     if polls:
         parts = _unset_parts(device)
@@ -329,6 +338,8 @@ def launch_splits(
         polls=polls,
         num_ahead=plan.num_ahead,
         num_early=num_early,
+        num_large=plan.num_large,
+        large_eighths=plan.large_eighths,
         last_arguments=(
             part,
             part_stats,
