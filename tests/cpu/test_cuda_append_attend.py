@@ -215,8 +215,6 @@ def test_equals_two_launches_and_the_twin(
         DecodePlan(num_splits=1, min_slices=16, num_warps=3, num_stages=2),
         DecodePlan(num_splits=7, min_slices=2, num_warps=4, num_stages=5),
         DecodePlan(num_splits=64, min_slices=1, num_warps=1, num_stages=4),
-        DecodePlan(num_splits=2, min_slices=1, num_warps=2, num_stages=2, num_ahead=3),
-        DecodePlan(num_splits=1, min_slices=1, num_warps=2, num_stages=2, early_bytes=2**17),
         DecodePlan(num_splits=7, min_slices=1, num_warps=1, num_stages=2, num_large=4),
     ],
     ids=str,

@@ -113,8 +113,6 @@ def append_attend(
             float(eps),
             out_THD,
             *launch.last_arguments,
-            launch.num_ahead,
-            launch.num_early,
             launch.num_large,
             launch.large_eighths,
         ),

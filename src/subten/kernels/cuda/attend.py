@@ -62,7 +62,6 @@ class SliceBytes:
 
     keys: int
     stage_bytes: int
-    page_bytes: int = 0
     beside: int = 0
 
 
@@ -77,9 +76,6 @@ class DecodePlan:
     With `polls` the splits merge a head each, and wait for the numbers of the others, instead of
     whichever arrives last at a counter; only where all blocks are on an SM at once.
 
-    A warp brings `num_ahead` slices to L2 beside those that its first stages hold, while kernels
-    ahead run.
-
     With `fills` a single sequence's launch has a block for each SM, some of which have no work and
     end with the launch ahead. Where two blocks fit an SM, those of the next launch then find the
     same room on all of them; else the SMs without a block get two, and it takes twice as long.
@@ -91,8 +87,6 @@ class DecodePlan:
     num_stages: int = 4
     polls: bool = False
     fills: bool = False
-    num_ahead: int = 0
-    early_bytes: int = 0
     num_large: int = 0
     large_eighths: int = 5
 
@@ -102,10 +96,7 @@ class DecodePlan:
         assert 1 <= self.num_warps <= (16 if group <= 8 else 8), (self, group)
         # Two stages are the least that the warps' sums fit into at the end.
         assert self.num_stages >= 2, self
-        assert not (self.fills and self.early_bytes), self
-        # One lane a slice, of those whose pages are known at the start.
         assert 0 <= self.num_large < self.num_splits and 4 <= self.large_eighths < 8, self
-        assert 0 <= self.num_ahead <= 16 and self.num_stages <= 16, self
         assert self.shared_bytes(slice_bytes) <= MAX_SHARED_BYTES, (self, slice_bytes)
 
     def shared_bytes(self, slice_bytes: SliceBytes) -> int:
@@ -134,35 +125,38 @@ def plan_decode(
 ) -> DecodePlan:
     """Choose splits by the number of pairs of a sequence and a KV head.
 
-    Tiers: splits that give every SM one block at batch 1; as many, 1, 2 or 4, as leave no second
-    wave or many; none. Within a tier the split of a sequence depends on its own length alone, so
-    its result does too.
+    Up to as many pairs as SMs, splits that give each SM one block; up to twice as many, none, and
+    two blocks an SM; then 4 a pair, as long as a pair has not four SMs to wait for. So the split of
+    a sequence depends on its own length and on how many there are. Where less than two thirds of
+    the SMs would have a block of 12 warps, two smaller ones a pair are faster.
 
     Two stages everywhere: an SM that has given its shared memory to attention has little L1 left,
     through which the kernels around, which start early, fetch their weights. With three, a layer
     of 32 sequences of qwen3-30b-a3b takes 44 us longer, and one of a single sequence with an fp8
-    cache at 128k 23 us (docs/performance.md). Plans of the first tier are those with which a whole
+    cache at 128k 23 us (docs/performance.md). Plans of one sequence are those with which a whole
     layer is fastest, or nearly, at 1k, 32k and 128k tokens (benchmarks/plans/
-    h200-attend-layer.json); by itself attention would rather have deeper rings
-    (h200-attend-fills.json). Polling saves 0.5 to 2.2 us wherever there is something to merge.
+    h200-attend-layer.json), those of several with which a step is (h200-attend-batch.json); by
+    itself attention would rather have deeper rings (h200-attend-fills.json). Polling saves 0.5 to
+    2.2 us wherever there is something to merge.
 
     A single split, which merges nothing, is not the fastest even at 1k: a merge of four costs what
     their parallel work saves.
     """
     pairs = num_sequences * num_kv_heads
-    if pairs > num_sms // 2:
-        if pairs <= 2 * num_sms:
-            num_splits = 2 if pairs <= num_sms else 1
-        else:
-            num_splits = 4 if pairs < 4 * num_sms else 1
-        return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=8, num_stages=2)
-    # Even: lengths that are powers of two then divide as evenly as they can.
-    num_splits = max(1, min(MAX_SPLITS, num_sms // num_kv_heads // 2 * 2))
+    if 3 * pairs > 2 * num_sms:
+        num_splits = 1 if pairs <= 2 * num_sms or pairs >= 4 * num_sms else 4
+        num_warps = 12 if pairs <= num_sms else 8
+        return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=num_warps, num_stages=2)
+    if 2 * pairs > num_sms:
+        return DecodePlan(num_splits=2, min_slices=8, num_warps=8, num_stages=2)
     min_slices, num_warps, num_stages, fills = FULL_BLOCKS.get(fmt.codec.name, (8, 12, 2, False))
+    # Even: lengths that are powers of two then divide as evenly as they can.
+    num_splits = num_sms // pairs
+    num_splits = min(MAX_SPLITS, num_splits // 2 * 2 if num_splits > 8 else num_splits)
     return DecodePlan(
         num_splits=num_splits,
         min_slices=min_slices,
-        num_warps=num_warps,
+        num_warps=num_warps if num_sequences == 1 else 12,
         num_stages=num_stages,
         polls=True,
         fills=fills,
@@ -183,8 +177,7 @@ def slice_bytes(fmt: KVFormat) -> SliceBytes:
     num_parts = 2 if fmt.codec.name == "int2" else 1
     part_bytes = num_parts * fmt.page_bytes // 2 * keys // PAGE_SIZE
     barrier_at = -(-(part_bytes + padding) // 8) * 8
-    stage_bytes = -(-(barrier_at + 8) // 16) * 16
-    return SliceBytes(keys=keys, stage_bytes=stage_bytes, page_bytes=fmt.page_bytes)
+    return SliceBytes(keys=keys, stage_bytes=-(-(barrier_at + 8) // 16) * 16)
 
 
 def attend(
@@ -241,8 +234,6 @@ def attend(
             step.tile_start_Q,
             out_THD,
             *launch.last_arguments,
-            launch.num_ahead,
-            launch.num_early,
             launch.num_large,
             launch.large_eighths,
         ),
@@ -262,8 +253,6 @@ class DecodeLaunch:
     shared_bytes: int
     group: int
     polls: bool
-    num_ahead: int
-    num_early: int
     num_large: int
     large_eighths: int
     last_arguments: tuple[runtime.Argument, ...]
@@ -326,18 +315,12 @@ def launch_splits(
     grid = (num_kv_heads, num_tiles, grid_splits)
     if plan.fills and num_tiles == 1 and num_blocks < _num_sms(device):
         grid = (_num_sms(device), 1, 1)
-    num_early = 0
-    if plan.early_bytes > 0 and grid_splits == 1:
-        page_bytes = num_kv_heads * num_tiles * layout.page_bytes
-        num_early = min(plan.early_bytes // page_bytes, -(-step.max_kv_len // PAGE_SIZE))
     return DecodeLaunch(
         grid=grid,
         num_threads=32 * plan.num_warps,
         shared_bytes=plan.shared_bytes(layout),
         group=group,
         polls=polls,
-        num_ahead=plan.num_ahead,
-        num_early=num_early,
         num_large=plan.num_large,
         large_eighths=plan.large_eighths,
         last_arguments=(

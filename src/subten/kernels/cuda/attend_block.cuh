@@ -8,27 +8,6 @@
 #include "attend_slice.cuh"
 #include "head_row.cuh"
 
-// The first blocks of a launch may run beside the kernel ahead, which leaves the memory idle: they
-// bring the first `num_early` pages of each sequence and KV head to L2, for all blocks.
-template <class Codec, int DIM>
-INLINE void fetch_early(const AttendCall& call) {
-    constexpr int EARLY_BLOCKS = 24;
-    const int block = blockIdx.y * gridDim.x + blockIdx.x;
-    if (block >= EARLY_BLOCKS) return;
-    const int num_pairs = gridDim.x * gridDim.y;
-#pragma unroll 1
-    for (int i = block * blockDim.x + threadIdx.x; i < num_pairs * call.num_early;
-         i += EARLY_BLOCKS * blockDim.x) {
-        const int nth = i / num_pairs, pair = i % num_pairs;
-        const int seq = load_from_l2(call.tile_seq + pair / call.num_kv_heads);
-        if (seq < 0 || nth * PAGE_KEYS >= load_from_l2(call.kv_len + seq)) continue;
-        const i64 page = load_from_l2(call.page_table + seq * call.page_table_stride + nth);
-        prefetch_bulk(call.pages + page * call.page_stride +
-                          pair % call.num_kv_heads * call.head_stride,
-                      2 * Part<Codec, DIM>::PAGE_BYTES);
-    }
-}
-
 // The work of one block. `Rows` gives the token's rows, which the kernel ahead writes: queries
 // 0 to group - 1 of the block's KV head and, where it APPENDS, a key and a value:
 //
@@ -94,16 +73,6 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
             }
         }
     };
-    // While the kernels ahead end and queries are turned, memory brings the slices after those of
-    // the ring to L2: lane l those of the l-th.
-    auto fetch_ahead = [&](int num_begun, int limit) {
-        const int slice = first + (warp + lane * num_warps);
-        if (lane < num_begun || lane >= num_begun + call.num_ahead || slice >= limit) return;
-        const u8* from = head_pages + (i64)page_ids * call.page_stride;
-#pragma unroll
-        for (int is_value = 0; is_value < 2; ++is_value)
-            P::prefetch(from + is_value * P::PAGE_BYTES, slice % SLICES * KEYS);
-    };
     // The slice with the newest row, its row filled in once its copy is there, if this block
     // appends it. Before that the copy may bring anything in the row's place.
     const int newest = num_slices - 1;
@@ -113,8 +82,6 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     if constexpr (Rows::APPENDS) {
 #pragma unroll 1
         for (; num_put < num_stages; ++num_put) put(ring + num_put * P::STAGE);
-        fetch_ahead(num_put / PARTS, end);
-        if (call.num_early > 0) fetch_early<Codec, DIM>(call);
         appends = rows.prepare(token, kv_head, group, num_seen - 1, lane) && end == num_slices;
         if (appends && num_keys == num_seen) patched = newest;
     } else {
@@ -129,8 +96,6 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
                 P::prefetch(head_pages + page * call.page_stride + is_value * P::PAGE_BYTES,
                             newest % SLICES * KEYS);
         }
-        fetch_ahead(num_put / PARTS, end < newest ? end : newest);
-        if (call.num_early > 0) fetch_early<Codec, DIM>(call);
         rows.prepare(token, kv_head, group, num_seen - 1, lane);
     }
     u16* q_places = reinterpret_cast<u16*>(q_shared);

@@ -52,7 +52,7 @@ struct AttendCall {
     float *part, *part_stats;
     int* arrived;
     float scale_log2;
-    int num_kv_heads, group, num_splits, min_slices, num_stages, num_ahead, num_early;
+    int num_kv_heads, group, num_splits, min_slices, num_stages;
     int num_large, large_eighths;  // 0: all splits alike
 };
 
