@@ -58,7 +58,9 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     int put_slice = first + warp, put_part = 0, page_ids = load_pages(put_slice);
     auto put = [&](u8* stage) {
         if (put_slice < end) {
-            const i64 page = shuffle_from(page_ids, put_part / PARTS);
+            const i64 page =
+                VARIANT & 8 ? warp_max(lane == put_part / PARTS ? page_ids : 0)
+                            : shuffle_from(page_ids, put_part / PARTS);
             const int is_value = put_part % PARTS;
             if (lane == 0)
                 P::fetch(stage, head_pages + page * call.page_stride + is_value * P::PAGE_BYTES,

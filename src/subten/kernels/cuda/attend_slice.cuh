@@ -7,6 +7,10 @@
 #include "attend_groups.cuh"
 #include "attend_query.cuh"
 
+#ifndef VARIANT
+#define VARIANT 0
+#endif
+
 #define MINUS_INFINITY bits_float(0xff800000u)
 
 INLINE void store_vector(float* to, const float (&v)[2]) {
@@ -134,6 +138,8 @@ struct WarpSums {
 #pragma unroll
         for (int h = 0; h < TILES_H; ++h)
             if (Codec::HAS_ZERO) load_vector(q_sums[h], facts->sum + 8 * h + 2 * t);
+        [[maybe_unused]] Metadata all;
+        if constexpr (HAS_QUARTERS && (VARIANT & 4) != 0) load_metadata(all, stage);
         constexpr int ABREAST = TILES < 2 ? TILES : 2;
 #pragma unroll
         for (int first = 0; first < TILES; first += ABREAST) {
@@ -154,11 +160,15 @@ struct WarpSums {
             else
                 score_pairs(p, words, groups, first);
         }
+        if constexpr (HAS_QUARTERS && !(VARIANT & 4)) load_metadata(all, stage);
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
             if (!Codec::HAS_SCALE) continue;
             float scales[2], middles[2];
-            load_scales(scales, middles, stage, n);
+            if constexpr (HAS_QUARTERS)
+                scales_of(scales, middles, all, n);
+            else
+                load_scales(scales, middles, stage, n);
 #pragma unroll
             for (int r = 0; r < 2; ++r)
 #pragma unroll
@@ -242,6 +252,31 @@ struct WarpSums {
                     p[first + b][h][j] = (float)(upper[b][h][j] * 256 + lower[b][h][j]);
     }
 
+    // The words of `load_scales` of all tiles: a quarter of the slice, in loads of 16 bytes.
+    static constexpr bool HAS_QUARTERS =
+        (VARIANT & 2) != 0 && TILES == 4 && Codec::HAS_SCALE && Codec::GROUP == 0;
+    struct Metadata {
+        u32 scale[8], zero[8];
+    };
+    INLINE void load_metadata(Metadata& all, const u8* stage) const {
+        const int at = 2 * (key_g - key_g % 2);
+#pragma unroll
+        for (int i = 0; i < 8; i += 4) {
+            load_words<16>(all.scale + i, stage + P::SCALE + at + 4 * i);
+            if (Codec::HAS_ZERO) load_words<16>(all.zero + i, stage + P::ZERO + at + 4 * i);
+        }
+    }
+    INLINE void scales_of(float (&scales)[2], float (&middles)[2], const Metadata& all,
+                          int n) const {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            scales[r] = select_half(all.scale[2 * n + r], key_half);
+            middles[r] = Codec::HAS_ZERO
+                             ? middle_of<Codec>(scales[r], select_half(all.zero[2 * n + r], key_half))
+                             : 0.0f;
+        }
+    }
+
     // Scale and `middle_of` of this lane's keys of tile n, 2 apart: it takes the same half of
     // each word.
     INLINE void load_scales(float (&scales)[2], float (&middles)[2], const u8* stage, int n) const {
@@ -290,6 +325,22 @@ struct WarpSums {
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     const float less = shift_of(max[h][j]) - Codec::WEIGHT_SHIFT;
+                    if (VARIANT & 1) {
+                        float sums[TILES];
+#pragma unroll
+                        for (int n = 0; n < TILES; ++n) {
+#pragma unroll
+                            for (int r = j; r < 4; r += 2)
+                                weights[n][h][r] =
+                                    power_of_two(multiply_add(p[n][h][r], factors[j], -less));
+                            sums[n] = weights[n][h][j] + weights[n][h][j + 2];
+                        }
+#pragma unroll
+                        for (int by = 1; by < TILES; by *= 2)
+#pragma unroll
+                            for (int n = 0; n < TILES; n += 2 * by) sums[n] += sums[n + by];
+                        of_slice[h][j] = sums[0];
+                    } else {
                     of_slice[h][j] = 0;
 #pragma unroll
                     for (int n = 0; n < TILES; ++n)
@@ -299,6 +350,7 @@ struct WarpSums {
                                 power_of_two(multiply_add(p[n][h][r], factors[j], -less));
                             of_slice[h][j] += weights[n][h][r];
                         }
+                    }
                     // NaN is off too.
                     is_off = is_off || max[h][j] == MINUS_INFINITY ||
                              !(of_slice[h][j] <= MOST_WEIGHT);
@@ -373,10 +425,15 @@ struct WarpSums {
     // keys down, that of B, keys across.
     INLINE void add_values(const Scores& p, const u8* stage) {
         float surplus[TILES_H][4] = {};
+        [[maybe_unused]] Metadata all;
+        if constexpr (HAS_QUARTERS) load_metadata(all, stage);
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
             float scales[2], middles[2];
-            load_scales(scales, middles, stage, n);
+            if constexpr (HAS_QUARTERS)
+                scales_of(scales, middles, all, n);
+            else
+                load_scales(scales, middles, stage, n);
             u32 p_pairs[TILES_H][2];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
