@@ -50,7 +50,8 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     // num_warps, ... Lane l holds the page of the l-th of the 32 slices that it is at.
     const u8* head_pages = call.pages + kv_head * call.head_stride;
     const int* table = call.page_table + seq * call.page_table_stride;
-    constexpr int SLICES = PAGE_KEYS / KEYS, PARTS = P::HAS_BOTH ? 1 : 2;
+    constexpr int SLICES = PAGE_KEYS / KEYS;
+    [[maybe_unused]] constexpr int PARTS = P::HAS_BOTH ? 1 : 2;
     auto load_pages = [&](int slice) {
         slice += lane * num_warps;
         return slice < end ? load_from_l2(table + slice / SLICES) : 0;
