@@ -127,7 +127,6 @@ def test_matches_twin(randn: Randn, codec: str, head_dim: int, group: int) -> No
         DecodePlan(num_splits=1, min_slices=1, num_warps=3, num_stages=2),
         DecodePlan(num_splits=7, min_slices=2, num_warps=4, num_stages=5),
         DecodePlan(num_splits=64, min_slices=1, num_warps=1, num_stages=4),
-        DecodePlan(num_splits=7, min_slices=1, num_warps=1, num_stages=2, num_large=4),
     ],
     ids=str,
 )

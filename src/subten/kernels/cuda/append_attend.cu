@@ -112,12 +112,11 @@ __global__ void __launch_bounds__(512, 1)
                          const void* q_norm, const void* k_norm, int norm_is_bf16, float eps,
                          u16* out, float* part, float* part_stats, int* arrived,
                          float scale_log2, int num_kv_heads, int group, int num_splits,
-                         int min_slices, int num_stages, int num_large, int large_eighths) {
+                         int min_slices, int num_stages) {
     const AttendCall call{pages,    page_stride, head_stride, page_table, page_table_stride,
                           position, kv_len,      tile_seq,    tile_start, out,
                           part,     part_stats,  arrived,     scale_log2, num_kv_heads,
-                          group,    num_splits,  min_slices,  num_stages,
-                          num_large, large_eighths};
+                          group,    num_splits,  min_slices,  num_stages};
     NewToken<Codec, Encoder, DIM> rows;
     rows.q = q;
     rows.k = k;

@@ -113,8 +113,6 @@ def append_attend(
             float(eps),
             out_THD,
             *launch.last_arguments,
-            launch.num_large,
-            launch.large_eighths,
         ),
         device=q_THD.device,
         shared_bytes=launch.shared_bytes,

@@ -81,12 +81,11 @@ __global__ void __launch_bounds__(TILES_H == 1 ? 512 : 256, 1)
                   const i64* position, const int* kv_len, const int* tile_seq,
                   const int* tile_start, u16* out, float* part, float* part_stats, int* arrived,
                   float scale_log2, int num_kv_heads, int group, int num_splits,
-                  int min_slices, int num_stages, int num_large, int large_eighths) {
+                  int min_slices, int num_stages) {
     const AttendCall call{pages,    page_stride, head_stride, page_table, page_table_stride,
                           position, kv_len,      tile_seq,    tile_start, out,
                           part,     part_stats,  arrived,     scale_log2, num_kv_heads,
-                          group,    num_splits,  min_slices,  num_stages,
-                          num_large, large_eighths};
+                          group,    num_splits,  min_slices,  num_stages};
     GivenQueries<DIM> rows{q, q_stride_t, q_stride_h, q_stride_d};
     attend_block<Codec, DIM, TILES_H, POLLS>(call, rows);
 }

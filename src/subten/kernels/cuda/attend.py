@@ -87,8 +87,6 @@ class DecodePlan:
     num_stages: int = 4
     polls: bool = False
     fills: bool = False
-    num_large: int = 0
-    large_eighths: int = 5
 
     def check(self, group: int, slice_bytes: SliceBytes) -> None:
         """Assert what the kernel relies on."""
@@ -96,7 +94,6 @@ class DecodePlan:
         assert 1 <= self.num_warps <= (16 if group <= 8 else 8), (self, group)
         # Two stages are the least that the warps' sums fit into at the end.
         assert self.num_stages >= 2, self
-        assert 0 <= self.num_large < self.num_splits and 4 <= self.large_eighths < 8, self
         assert self.shared_bytes(slice_bytes) <= MAX_SHARED_BYTES, (self, slice_bytes)
 
     def shared_bytes(self, slice_bytes: SliceBytes) -> int:
@@ -111,8 +108,8 @@ class DecodePlan:
 
 FULL_BLOCKS: Mapping[str, tuple[int, int, int, bool]] = {
     "bf16": (4, 12, 2, True),
-    "int4": (4, 16, 2, True),
-    "int2": (4, 16, 2, True),
+    "int4": (4, 12, 2, True),
+    "int2": (4, 12, 2, True),
     "fp4": (4, 16, 2, True),
     "fp4_mx": (4, 16, 2, True),
 }
@@ -234,8 +231,6 @@ def attend(
             step.tile_start_Q,
             out_THD,
             *launch.last_arguments,
-            launch.num_large,
-            launch.large_eighths,
         ),
         device=q_THD.device,
         shared_bytes=launch.shared_bytes,
@@ -253,8 +248,6 @@ class DecodeLaunch:
     shared_bytes: int
     group: int
     polls: bool
-    num_large: int
-    large_eighths: int
     last_arguments: tuple[runtime.Argument, ...]
 
 
@@ -294,9 +287,7 @@ def launch_splits(
     plan.check(group, layout)
     assert scale > 0, scale
     max_slices = -(-step.max_kv_len // layout.keys)
-    grid_splits = max(1, -(-max_slices // plan.min_slices))
-    if grid_splits > (plan.num_large or plan.num_splits):
-        grid_splits = plan.num_splits
+    grid_splits = max(1, min(plan.num_splits, -(-max_slices // plan.min_slices)))
     part, part_stats = None, None
     num_parts = num_tiles * num_heads * plan.num_splits
     num_blocks = num_kv_heads * num_tiles * grid_splits
@@ -304,7 +295,7 @@ def launch_splits(
         plan.polls
         and grid_splits > 1
         and num_parts * (head_dim + 2) <= MAX_POLLED
-        and (device.type != "cuda" or num_blocks <= (2 if plan.num_large else 1) * _num_sms(device))
+        and (device.type != "cuda" or num_blocks <= _num_sms(device))
     )
     if polls:
         parts = _unset_parts(device)
@@ -321,8 +312,6 @@ def launch_splits(
         shared_bytes=plan.shared_bytes(layout),
         group=group,
         polls=polls,
-        num_large=plan.num_large,
-        large_eighths=plan.large_eighths,
         last_arguments=(
             part,
             part_stats,

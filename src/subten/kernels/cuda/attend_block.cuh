@@ -50,42 +50,15 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     // num_warps, ... Lane l holds the page of the l-th of the 32 slices that it is at.
     const u8* head_pages = call.pages + kv_head * call.head_stride;
     const int* table = call.page_table + seq * call.page_table_stride;
-    constexpr int SLICES = PAGE_KEYS / KEYS;
-    [[maybe_unused]] constexpr int PARTS = P::HAS_BOTH ? 1 : 2;
+    constexpr int SLICES = PAGE_KEYS / KEYS, PARTS = P::HAS_BOTH ? 1 : 2;
     auto load_pages = [&](int slice) {
         slice += lane * num_warps;
         return slice < end ? load_from_l2(table + slice / SLICES) : 0;
     };
-#if VARIANT & 16
-    // Slice n of the warp is its n-th. Where stages hold K and V, it lies in the stage of n's parity;
-    // else K lies in the first and V in the second.
-    const int own_first = first + warp;
-    int page_ids = load_pages(own_first);
-    u8* const second = ring + P::STAGE;
-    auto put = [&](u8* stage, int n, int slice, int is_value) {
-        if (slice >= end) return;
-        if (n % WARP == 0 && is_value == 0 && n > 0) page_ids = load_pages(slice);
-        const i64 page = shuffle_from(page_ids, n % WARP);
-        if (lane == 0)
-            P::fetch(stage, head_pages + page * call.page_stride + is_value * P::PAGE_BYTES,
-                     slice % SLICES * KEYS, is_value);
-    };
-    // Of those before slice `before`, the first stages' parts.
-    auto put_first = [&](int from, int before) {
-        if (own_first >= from && own_first < before) {
-            put(ring, 0, own_first, 0);
-            if (!P::HAS_BOTH) put(second, 0, own_first, 1);
-        }
-        const int next = own_first + num_warps;
-        if (P::HAS_BOTH && next >= from && next < before) put(second, 1, next, 0);
-    };
-#else
     int put_slice = first + warp, put_part = 0, page_ids = load_pages(put_slice);
     auto put = [&](u8* stage) {
         if (put_slice < end) {
-            const i64 page =
-                VARIANT & 8 ? warp_max(lane == put_part / PARTS ? page_ids : 0)
-                            : shuffle_from(page_ids, put_part / PARTS);
+            const i64 page = shuffle_from(page_ids, put_part / PARTS);
             const int is_value = put_part % PARTS;
             if (lane == 0)
                 P::fetch(stage, head_pages + page * call.page_stride + is_value * P::PAGE_BYTES,
@@ -100,33 +73,22 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
             }
         }
     };
-#endif
     // The slice with the newest row, its row filled in once its copy is there, if this block
     // appends it. Before that the copy may bring anything in the row's place.
     const int newest = num_slices - 1;
     bool appends = false;
     int patched = -1;
-    [[maybe_unused]] int num_put = 0;
+    int num_put = 0;
     if constexpr (Rows::APPENDS) {
-#if VARIANT & 16
-        put_first(first, end);
-#else
 #pragma unroll 1
         for (; num_put < num_stages; ++num_put) put(ring + num_put * P::STAGE);
-#endif
         appends = rows.prepare(token, kv_head, group, num_seen - 1, lane) && end == num_slices;
         if (appends && num_keys == num_seen) patched = newest;
     } else {
-#if VARIANT & 16
-        put_first(first, newest);
-        const int is_next = P::HAS_BOTH && own_first + num_warps == newest;
-        if ((own_first == newest || is_next) && newest < end && lane == 0) {
-#else
 #pragma unroll 1
         for (; num_put < num_stages && put_slice < newest; ++num_put)
             put(ring + num_put * P::STAGE);
         if (num_put < num_stages && put_slice == newest && lane == 0) {
-#endif
             // L2 is where the newest row will be written, so the rest of the slice may wait there.
             const i64 page = load_from_l2(table + newest / SLICES);
 #pragma unroll
@@ -190,12 +152,8 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     }
     wait_for_previous_kernels();
     if constexpr (!Rows::APPENDS) {
-#if VARIANT & 16
-        put_first(newest, end);
-#else
 #pragma unroll 1
         for (; num_put < num_stages; ++num_put) put(ring + num_put * P::STAGE);
-#endif
     }
 
     // A warp a row.
@@ -232,36 +190,6 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
     };
 
     Sums own(lane, q_places, q_facts);
-#if VARIANT & 16
-    int n = 0;
-#pragma unroll 1
-    for (int slice = own_first; slice < end; slice += num_warps, ++n) {
-        const int limit = num_keys - slice * KEYS;
-        typename Sums::Scores p;
-        float of_slice[TILES_H][2];
-        u8* stage = P::HAS_BOTH && n % 2 != 0 ? second : ring;
-        const int parity = (P::HAS_BOTH ? n / 2 : n) % 2;
-        wait_phase(P::barrier_of(stage), parity);
-        if (Rows::APPENDS && slice == patched) patch(stage, limit - 1, false);
-        own.score(p, stage);
-        if (!P::HAS_BOTH) {
-            sync_warp();
-            put(ring, n + 1, slice + num_warps, 0);
-        }
-        own.weigh(p, of_slice, limit);
-        u8* values = P::HAS_BOTH ? stage + P::VALUES_AT : second;
-        if (!P::HAS_BOTH) wait_phase(P::barrier_of(second), parity);
-        if (Rows::APPENDS && slice == patched) patch(values, limit - 1, true);
-        own.clear_tail(values, limit);
-        own.add_values(p, values);
-        sync_warp();
-        if (P::HAS_BOTH)
-            put(stage, n + 2, slice + 2 * num_warps, 0);
-        else
-            put(second, n + 1, slice + num_warps, 1);
-    }
-
-#else
     u8 *stage = ring, *ring_end = ring + num_stages * P::STAGE;
     int parity = 0;
     auto give_back = [&] {
@@ -291,7 +219,6 @@ INLINE void attend_block(const AttendCall& call, Rows& rows) {
         give_back();
     }
 
-#endif
     // The sums may reach beyond a stage's end, where its barrier lies.
     if (lane == 0) {
 #pragma unroll 1

@@ -53,14 +53,12 @@ struct AttendCall {
     int* arrived;
     float scale_log2;
     int num_kv_heads, group, num_splits, min_slices, num_stages;
-    int num_large, large_eighths;  // 0: all splits alike
 };
 
 // Which part of the work a block has: of one sequence and KV head, slices `first` to `end` - 1 of
 // `num_slices`, as split `split`; and of that sequence what may be seen.
 struct BlockShare {
-    int tile, kv_head, split, seq, token, num_seen, num_keys, num_slices, first, end;
-    int num_large, slices_each, slices_small;  // of a split, and of one from `num_large` on
+    int tile, kv_head, split, seq, token, num_seen, num_keys, num_slices, slices_each, first, end;
 
     // Finds it for slices of KEYS keys, and calls `start` and `go_on`, which need nothing of it, while
     // loads are under way. False for a block that has none, and must end.
@@ -92,21 +90,11 @@ struct BlockShare {
         num_seen = position + 1;
         num_keys = length < num_seen ? length : num_seen;
         num_slices = (num_keys + KEYS - 1) / KEYS;
-        num_large = call.num_large > 0 ? call.num_large : call.num_splits;
-        const int num_small = call.num_splits - num_large;
-        const int large = call.num_large > 0 ? call.large_eighths : 1;
-        slices_each = ratio_up(num_slices * large, large * num_large + (8 - large) * num_small);
+        slices_each = (num_slices + call.num_splits - 1) / call.num_splits;
         slices_each = slices_each < call.min_slices ? call.min_slices : slices_each;
-        slices_small = slices_each;
-        if (num_small > 0) {
-            slices_small = ratio_up(num_slices - num_large * slices_each, num_small);
-            slices_small = slices_small < call.min_slices ? call.min_slices : slices_small;
-        }
-        const int before = split < num_large ? split : num_large;
-        first = before * slices_each + (split - before) * slices_small;
+        first = split * slices_each;
         const int rest = num_slices - first;
-        const int own = split < num_large ? slices_each : slices_small;
-        end = first + (rest < own ? rest : own);
+        end = first + (rest < slices_each ? rest : slices_each);
         if (split > 0 && rest <= 0 && !has_idle) {
             leave_without_waiting();
             return false;
@@ -118,13 +106,7 @@ struct BlockShare {
         return true;
     }
 
-    INLINE int num_used() const {
-        const int rest = num_slices - num_large * slices_each;
-        return rest <= 0 ? ratio_up(num_slices, slices_each)
-                         : num_large + ratio_up(rest, slices_small);
-    }
-
-    static INLINE int ratio_up(int of, int by) { return (of + by - 1) / by; }
+    INLINE int num_used() const { return (num_slices + slices_each - 1) / slices_each; }
 };
 
 // Warps have left their rows of sums in `rings`, `ring_bytes` apart, and max, sum and zero in `stats`;

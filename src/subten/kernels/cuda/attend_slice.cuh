@@ -7,10 +7,6 @@
 #include "attend_groups.cuh"
 #include "attend_query.cuh"
 
-#ifndef VARIANT
-#define VARIANT 0
-#endif
-
 #define MINUS_INFINITY bits_float(0xff800000u)
 
 INLINE void store_vector(float* to, const float (&v)[2]) {
@@ -138,8 +134,6 @@ struct WarpSums {
 #pragma unroll
         for (int h = 0; h < TILES_H; ++h)
             if (Codec::HAS_ZERO) load_vector(q_sums[h], facts->sum + 8 * h + 2 * t);
-        [[maybe_unused]] Metadata all;
-        if constexpr (HAS_QUARTERS && (VARIANT & 4) != 0) load_metadata(all, stage);
         constexpr int ABREAST = TILES < 2 ? TILES : 2;
 #pragma unroll
         for (int first = 0; first < TILES; first += ABREAST) {
@@ -160,7 +154,8 @@ struct WarpSums {
             else
                 score_pairs(p, words, groups, first);
         }
-        if constexpr (HAS_QUARTERS && !(VARIANT & 4)) load_metadata(all, stage);
+        [[maybe_unused]] Metadata all;
+        if constexpr (HAS_QUARTERS) load_metadata(all, stage);
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
             if (!Codec::HAS_SCALE) continue;
@@ -253,8 +248,7 @@ struct WarpSums {
     }
 
     // The words of `load_scales` of all tiles: a quarter of the slice, in loads of 16 bytes.
-    static constexpr bool HAS_QUARTERS =
-        (VARIANT & 2) != 0 && TILES == 4 && Codec::HAS_SCALE && Codec::GROUP == 0;
+    static constexpr bool HAS_QUARTERS = TILES == 4 && Codec::HAS_SCALE && Codec::GROUP == 0;
     struct Metadata {
         u32 scale[8], zero[8];
     };
@@ -325,32 +319,21 @@ struct WarpSums {
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     const float less = shift_of(max[h][j]) - Codec::WEIGHT_SHIFT;
-                    if (VARIANT & 1) {
-                        float sums[TILES];
+                    // In pairs, so that no sum waits for all exponentials before it.
+                    float sums[TILES];
 #pragma unroll
-                        for (int n = 0; n < TILES; ++n) {
+                    for (int n = 0; n < TILES; ++n) {
 #pragma unroll
-                            for (int r = j; r < 4; r += 2)
-                                weights[n][h][r] =
-                                    power_of_two(multiply_add(p[n][h][r], factors[j], -less));
-                            sums[n] = weights[n][h][j] + weights[n][h][j + 2];
-                        }
-#pragma unroll
-                        for (int by = 1; by < TILES; by *= 2)
-#pragma unroll
-                            for (int n = 0; n < TILES; n += 2 * by) sums[n] += sums[n + by];
-                        of_slice[h][j] = sums[0];
-                    } else {
-                    of_slice[h][j] = 0;
-#pragma unroll
-                    for (int n = 0; n < TILES; ++n)
-#pragma unroll
-                        for (int r = j; r < 4; r += 2) {
+                        for (int r = j; r < 4; r += 2)
                             weights[n][h][r] =
                                 power_of_two(multiply_add(p[n][h][r], factors[j], -less));
-                            of_slice[h][j] += weights[n][h][r];
-                        }
+                        sums[n] = weights[n][h][j] + weights[n][h][j + 2];
                     }
+#pragma unroll
+                    for (int by = 1; by < TILES; by *= 2)
+#pragma unroll
+                        for (int n = 0; n < TILES; n += 2 * by) sums[n] += sums[n + by];
+                    of_slice[h][j] = sums[0];
                     // NaN is off too.
                     is_off = is_off || max[h][j] == MINUS_INFINITY ||
                              !(of_slice[h][j] <= MOST_WEIGHT);
