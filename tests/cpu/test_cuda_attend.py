@@ -333,12 +333,23 @@ def test_slices_and_plans_fit(codec: str, head_dim: int) -> None:
             # 228 KiB an SM; the kernels declare some memory, and the system takes 1 KiB.
             declared = 1024 * (4.1 if head_dim == 128 else 2.9)
             is_for_two = 2 * (plan.shared_bytes(layout) + declared + 1024) <= 228 * 1024
-            is_first_tier = num_sequences * num_kv_heads <= 66
-            assert is_for_two or is_first_tier, plan
-            assert plan.num_warps == 8 or is_first_tier, plan
-    for num_sequences, num_kv_heads, num_splits in ((1, 4, 32), (8, 8, 16)):
-        plan = plan_decode(fmt, num_sms=132, num_sequences=num_sequences, num_kv_heads=num_kv_heads)
-        assert plan.num_splits == num_splits, plan
+            num_blocks = num_sequences * num_kv_heads * plan.num_splits
+            assert is_for_two or num_blocks <= 132, plan
+            assert plan.num_warps == 8 or num_blocks <= 132, plan
+            assert num_blocks > 66 or plan.num_splits == 64, plan
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "num_kv_heads", "num_splits"),
+    [
+        *((1, 4, 32), (1, 1, 64), (1, 8, 16), (2, 4, 16), (8, 4, 4), (9, 4, 3), (16, 4, 2)),
+        *((8, 8, 2), (21, 4, 2), (24, 4, 1), (32, 4, 1), (64, 4, 1), (67, 4, 4), (256, 4, 1)),
+    ],
+)
+def test_splits_fill_the_sms_once(num_sequences: int, num_kv_heads: int, num_splits: int) -> None:
+    fmt = kv_format("int4", 128)
+    plan = plan_decode(fmt, num_sms=132, num_sequences=num_sequences, num_kv_heads=num_kv_heads)
+    assert plan.num_splits == num_splits, plan
 
 
 @pytest.mark.parametrize("codec", STRUCTS)

@@ -108,8 +108,8 @@ class DecodePlan:
 
 FULL_BLOCKS: Mapping[str, tuple[int, int, int, bool]] = {
     "bf16": (4, 12, 2, True),
-    "int4": (4, 16, 2, True),
-    "int2": (4, 16, 2, True),
+    "int4": (4, 12, 2, True),
+    "int2": (4, 12, 2, True),
     "fp4": (4, 16, 2, True),
     "fp4_mx": (4, 16, 2, True),
 }
@@ -122,35 +122,38 @@ def plan_decode(
 ) -> DecodePlan:
     """Choose splits by the number of pairs of a sequence and a KV head.
 
-    Tiers: splits that give every SM one block at batch 1; as many, 1, 2 or 4, as leave no second
-    wave or many; none. Within a tier the split of a sequence depends on its own length alone, so
-    its result does too.
+    Up to as many pairs as SMs, splits that give each SM one block; up to twice as many, none, and
+    two blocks an SM; then 4 a pair, as long as a pair has not four SMs to wait for. So the split of
+    a sequence depends on its own length and on how many there are. Where less than two thirds of
+    the SMs would have a block of 12 warps, two smaller ones a pair are faster.
 
     Two stages everywhere: an SM that has given its shared memory to attention has little L1 left,
     through which the kernels around, which start early, fetch their weights. With three, a layer
     of 32 sequences of qwen3-30b-a3b takes 44 us longer, and one of a single sequence with an fp8
-    cache at 128k 23 us (docs/performance.md). Plans of the first tier are those with which a whole
+    cache at 128k 23 us (docs/performance.md). Plans of one sequence are those with which a whole
     layer is fastest, or nearly, at 1k, 32k and 128k tokens (benchmarks/plans/
-    h200-attend-layer.json); by itself attention would rather have deeper rings
-    (h200-attend-fills.json). Polling saves 0.5 to 2.2 us wherever there is something to merge.
+    h200-attend-layer.json), those of several with which a step is (h200-attend-batch.json); by
+    itself attention would rather have deeper rings (h200-attend-fills.json). Polling saves 0.5 to
+    2.2 us wherever there is something to merge.
 
     A single split, which merges nothing, is not the fastest even at 1k: a merge of four costs what
     their parallel work saves.
     """
     pairs = num_sequences * num_kv_heads
-    if pairs > num_sms // 2:
-        if pairs <= 2 * num_sms:
-            num_splits = 2 if pairs <= num_sms else 1
-        else:
-            num_splits = 4 if pairs < 4 * num_sms else 1
-        return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=8, num_stages=2)
-    # Even: lengths that are powers of two then divide as evenly as they can.
-    num_splits = max(1, min(MAX_SPLITS, num_sms // num_kv_heads // 2 * 2))
+    if 3 * pairs > 2 * num_sms:
+        num_splits = 1 if pairs <= 2 * num_sms or pairs >= 4 * num_sms else 4
+        num_warps = 12 if pairs <= num_sms else 8
+        return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=num_warps, num_stages=2)
+    if 2 * pairs > num_sms:
+        return DecodePlan(num_splits=2, min_slices=8, num_warps=8, num_stages=2)
     min_slices, num_warps, num_stages, fills = FULL_BLOCKS.get(fmt.codec.name, (8, 12, 2, False))
+    # Even: lengths that are powers of two then divide as evenly as they can.
+    num_splits = num_sms // pairs
+    num_splits = min(MAX_SPLITS, num_splits // 2 * 2 if num_splits > 8 else num_splits)
     return DecodePlan(
         num_splits=num_splits,
         min_slices=min_slices,
-        num_warps=num_warps,
+        num_warps=num_warps if num_sequences == 1 else 12,
         num_stages=num_stages,
         polls=True,
         fills=fills,

@@ -154,11 +154,16 @@ struct WarpSums {
             else
                 score_pairs(p, words, groups, first);
         }
+        [[maybe_unused]] Metadata all;
+        if constexpr (HAS_QUARTERS) load_metadata(all, stage);
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
             if (!Codec::HAS_SCALE) continue;
             float scales[2], middles[2];
-            load_scales(scales, middles, stage, n);
+            if constexpr (HAS_QUARTERS)
+                scales_of(scales, middles, all, n);
+            else
+                load_scales(scales, middles, stage, n);
 #pragma unroll
             for (int r = 0; r < 2; ++r)
 #pragma unroll
@@ -242,6 +247,30 @@ struct WarpSums {
                     p[first + b][h][j] = (float)(upper[b][h][j] * 256 + lower[b][h][j]);
     }
 
+    // The words of `load_scales` of all tiles: a quarter of the slice, in loads of 16 bytes.
+    static constexpr bool HAS_QUARTERS = TILES == 4 && Codec::HAS_SCALE && Codec::GROUP == 0;
+    struct Metadata {
+        u32 scale[8], zero[8];
+    };
+    INLINE void load_metadata(Metadata& all, const u8* stage) const {
+        const int at = 2 * (key_g - key_g % 2);
+#pragma unroll
+        for (int i = 0; i < 8; i += 4) {
+            load_words<16>(all.scale + i, stage + P::SCALE + at + 4 * i);
+            if (Codec::HAS_ZERO) load_words<16>(all.zero + i, stage + P::ZERO + at + 4 * i);
+        }
+    }
+    INLINE void scales_of(float (&scales)[2], float (&middles)[2], const Metadata& all,
+                          int n) const {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            scales[r] = select_half(all.scale[2 * n + r], key_half);
+            middles[r] = Codec::HAS_ZERO
+                             ? middle_of<Codec>(scales[r], select_half(all.zero[2 * n + r], key_half))
+                             : 0.0f;
+        }
+    }
+
     // Scale and `middle_of` of this lane's keys of tile n, 2 apart: it takes the same half of
     // each word.
     INLINE void load_scales(float (&scales)[2], float (&middles)[2], const u8* stage, int n) const {
@@ -290,15 +319,21 @@ struct WarpSums {
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     const float less = shift_of(max[h][j]) - Codec::WEIGHT_SHIFT;
-                    of_slice[h][j] = 0;
+                    // In pairs, so that no sum waits for all exponentials before it.
+                    float sums[TILES];
 #pragma unroll
-                    for (int n = 0; n < TILES; ++n)
+                    for (int n = 0; n < TILES; ++n) {
 #pragma unroll
-                        for (int r = j; r < 4; r += 2) {
+                        for (int r = j; r < 4; r += 2)
                             weights[n][h][r] =
                                 power_of_two(multiply_add(p[n][h][r], factors[j], -less));
-                            of_slice[h][j] += weights[n][h][r];
-                        }
+                        sums[n] = weights[n][h][j] + weights[n][h][j + 2];
+                    }
+#pragma unroll
+                    for (int by = 1; by < TILES; by *= 2)
+#pragma unroll
+                        for (int n = 0; n < TILES; n += 2 * by) sums[n] += sums[n + by];
+                    of_slice[h][j] = sums[0];
                     // NaN is off too.
                     is_off = is_off || max[h][j] == MINUS_INFINITY ||
                              !(of_slice[h][j] <= MOST_WEIGHT);
@@ -373,10 +408,15 @@ struct WarpSums {
     // keys down, that of B, keys across.
     INLINE void add_values(const Scores& p, const u8* stage) {
         float surplus[TILES_H][4] = {};
+        [[maybe_unused]] Metadata all;
+        if constexpr (HAS_QUARTERS) load_metadata(all, stage);
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
             float scales[2], middles[2];
-            load_scales(scales, middles, stage, n);
+            if constexpr (HAS_QUARTERS)
+                scales_of(scales, middles, all, n);
+            else
+                load_scales(scales, middles, stage, n);
             u32 p_pairs[TILES_H][2];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
