@@ -70,10 +70,9 @@ def attend(
     `q_THD` bf16 or float32, RoPE done, not rotated, any strides; its dtype is that of the dots.
     `pages_PGB` uint8 [pages, G, fmt.page_bytes]; `rotation_DD` must be
     `codecs.rotation.hadamard(D)` where the codec is rotated, else None: q and the output are
-    turned by its butterfly. Wrong dtypes, devices, shapes or strides fail an assert.
-
-    `key_bias_GD` float32 [G, D] is what keys lack as they are stored (key_bias.py): each key counts
-    as if it had been added before rotary embedding by `cos_sin_PD` float32 [positions, D].
+    turned by its butterfly. `key_bias_GD` float32 [G, D] is what keys lack as they are stored
+    (key_bias.py): each counts as if it had been added before rotary embedding by `cos_sin_PD`
+    float32 [positions, D]. Wrong dtypes, devices, shapes or strides fail an assert.
 
     With bf16 q, what is rounded besides the codes: rotated q, decoded values of codecs whose codes
     are not small integers, and softmax weight times V scale, each by at most 2**-8 relative. The

@@ -10,7 +10,6 @@ import logging
 import statistics
 from collections.abc import Iterator
 
-from subten.codecs import KVFormat
 from subten.codecs.adaptive import AdaptiveFormat
 from subten.config import KEY_BIAS, ModelConfig
 from subten.core import ConfigError, refuse
@@ -25,7 +24,7 @@ KEY_BIAS_RATIO, KEY_BIAS_NORM = 10.0, 50.0
 """A key bias is large above this many times the median over layers, or above this norm."""
 
 
-def check_key_bias(asked: str, config: ModelConfig, fmt: KVFormat) -> None:
+def check_key_bias(asked: str, config: ModelConfig) -> None:
     """ConfigError unless `asked` is one of KEY_BIAS, and can be had: call it before loading."""
     if asked not in KEY_BIAS:
         raise refuse(ConfigError, "kv_key_bias", asked, ", ".join(KEY_BIAS))
@@ -36,8 +35,6 @@ def check_key_bias(asked: str, config: ModelConfig, fmt: KVFormat) -> None:
         why = "the model's keys have no bias"
     elif config.has_qk_norm:
         why = "the model's keys have a norm after their bias"
-    elif not isinstance(fmt, AdaptiveFormat) and fmt.true_bits >= 16:
-        why = f"{fmt.codec.name} rows have room for it"
     if why is not None:
         raise refuse(ConfigError, "kv_key_bias", asked, f"auto or keep, as {why}")
 
@@ -45,8 +42,9 @@ def check_key_bias(asked: str, config: ModelConfig, fmt: KVFormat) -> None:
 def settle_key_bias(decoder: Decoder, asked: str, source: str) -> None:
     """Strip the bias of keys from the layers that `asked` means; one line says which, or warns.
 
-    `auto` strips it where it is large and rows have fewer than 16 bits. An adaptive cache strips
-    the mean key of every layer, unless the bias is to be kept. Call it with the weights in place.
+    `auto` strips it where it is large and rows have fewer than 16 bits, `strip` from every layer.
+    An adaptive cache strips the mean key of every layer, unless the bias is to be kept. Call it
+    with the weights in place.
     """
     config, fmt = decoder.config, decoder.fmt
     attentions = list(_attentions(decoder))
@@ -55,7 +53,8 @@ def settle_key_bias(decoder: Decoder, asked: str, source: str) -> None:
         for attention in attentions:
             assert isinstance(attention, AdaptiveAttention), type(attention)
             attention.keeps_mean = asked == "keep"
-    if not config.has_qkv_bias or (fmt.true_bits >= 16 and not is_adaptive):
+    has_room = fmt.true_bits >= 16 and not is_adaptive
+    if not config.has_qkv_bias or (has_room and asked != "strip"):
         return
     norms = [_key_bias_norm(attention) for attention in attentions]
     usual = statistics.median(norms)
@@ -79,8 +78,8 @@ def settle_key_bias(decoder: Decoder, asked: str, source: str) -> None:
         cure = "--kv-key-bias auto" if is_curable else "--kv-cache-dtype adaptive"
         logger.warning(
             "%s: k_proj.bias of %s has a norm of up to %.3g (median over layers %.3g), which "
-            "costs a %s cache accuracy; %s takes it out of the keys, --kv-cache-dtype bf16 is "
-            "exact",
+            "costs a %s cache accuracy; %s takes it out of the keys, --kv-cache-dtype bf16 has "
+            "room for it",
             source,
             _layers(large),
             max(norms[i] for i in large),

@@ -110,7 +110,7 @@ def load_model(
     config = _shorten(config, max_model_len)
     fmt = cache_format(kv_cache_dtype, config.head_dim)
     check_format(quantization)
-    check_key_bias(kv_key_bias, config, fmt)
+    check_key_bias(kv_key_bias, config)
     config = _settle_head(checkpoint, config, source)
     slots = family.weight_map(config)
     _check_names(checkpoint, slots, config, source)
