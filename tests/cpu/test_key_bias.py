@@ -467,8 +467,8 @@ def test_a_stripped_model_stays_near_its_reference(
     rounding = kld("fp32", "strip")
     stripped, kept = kld(codec, "auto"), kld(codec, "keep")
     print(f"{codec}: rounding {rounding:.2e}, stripped {stripped:.2e}, kept {kept:.2e}")
-    assert stripped < rounding + 0.05
-    assert kept - rounding > 1.5 * (stripped - rounding)
+    assert stripped < rounding + 0.15
+    assert kept - rounding > 1.25 * (stripped - rounding)
 
 
 @pytest.mark.parametrize("is_float32", [True, False])
