@@ -183,7 +183,8 @@ def with_format(model: Decoder, fmt: KVFormat) -> Decoder:
         quantize_head=model.quantize_head,
     )
     twin.load_state_dict(model.state_dict(), assign=True)
-    for ours, theirs in zip(twin.layers, model.layers, strict=True):
+    layers: list[tuple[Any, Any]] = list(zip(twin.layers, model.layers, strict=True))
+    for ours, theirs in layers:
         # Its own would be another copy of equal numbers.
         ours.router = theirs.router
         ours.attention.key_bias_GD = theirs.attention.key_bias_GD
