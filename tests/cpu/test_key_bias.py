@@ -5,6 +5,7 @@ Letters as in test_attend.py.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from subten.cache.pool import PagePool
 from subten.codecs import CODECS, kv_format
 from subten.codecs.rotation import hadamard
 from subten.config import EngineConfig, RopeConfig
-from subten.core import ConfigError, SamplingParams
+from subten.core import PAGE_SIZE, ConfigError, SamplingParams
 from subten.engine.llm import LLM
 from subten.kernels import attend_plan
 from subten.kernels import unpack_pages as unpack_pages_module
@@ -70,7 +71,7 @@ def check(scene: Scene, q_THD: torch.Tensor, num_new: list[int], randn: Randn, o
     """Ops agree with the oracle, whose keys have what is stored and the bias at their position."""
     head_dim, device = scene.fmt.head_dim, q_THD.device
     bias_GD = make_bias(randn, scene.pages_PGB.shape[1], head_dim)
-    cos_sin_PD = make_table(max(scene.lengths) + 3, head_dim, device)
+    cos_sin_PD = make_table(max(scene.lengths), head_dim, device)
     added = [biased_keys(bias_GD, cos_sin_PD[:length]) for length in scene.lengths]
     expected_THD = dense(scene, q_THD, num_new, added)
     largest, rms = tolerances(scene, q_THD)
@@ -84,12 +85,15 @@ def check(scene: Scene, q_THD: torch.Tensor, num_new: list[int], randn: Randn, o
         unit += 4 * 2**-21 / math.sqrt(head_dim)
     v_range = 2 * max(float(v.abs().max()) for v in scene.values)
     more = 2 * unit * product * v_range
+    # Whole pages, as a graph has them: rows past the table's end are not read.
+    step = scene.step(num_new)
+    step = dataclasses.replace(step, max_kv_len=-(-step.max_kv_len // PAGE_SIZE) * PAGE_SIZE)
     for op in ops:
         actual_THD = op(
             q_THD,
             scene.pages_PGB,
             scene.fmt,
-            scene.step(num_new),
+            step,
             scale=scene.scale,
             rotation_DD=scene.rotation_DD,
             key_bias_GD=bias_GD,
@@ -487,8 +491,10 @@ def test_greedy_tokens_through_the_engine(
         settings += [{"max_num_seqs": 1, "enable_prefix_caching": False}]
     tokens = []
     for changes in settings:
+        # Of no whole number of pages, unlike what graphs are captured for.
+        limits: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 190, **changes}
+        options["max_model_len"] = limits["max_model_len"]
         loaded = load(folder, kv_cache_dtype="int8", kv_key_bias="strip", **options)
-        limits = {"max_num_seqs": 4, "max_model_len": 192, **changes}
         llm = LLM(loaded, kv_cache_dtype="int8", **limits)
         tokens.append([c.token_ids for c in llm.generate(prompts, params)])
         llm.close()
@@ -505,3 +511,15 @@ def test_eval_measures_what_an_engine_would_store(folder: Path) -> None:
     # And what is stripped already stays so.
     stripped = load(folder, kv_cache_dtype="int4", kv_key_bias="strip")
     assert stripped_layers(quality._Probe(stripped.model, kv_format("bf16", 64))) == [0, 1, 2, 3]
+
+
+def test_adaptive_steps_of_whole_pages(folder: Path, device: torch.device) -> None:
+    """Its table of positions ends within the page that a graph is captured for."""
+    loaded = load(folder, kv_cache_dtype="adaptive", max_model_len=100, **on(device))
+    limits: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 100}
+    llm = LLM(loaded, kv_cache_dtype="adaptive", **limits)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    (completion,) = llm.generate([list(range(60))], params)
+    assert len(completion.token_ids) == 40
+    attention = loaded.model.layers[0].attention
+    assert isinstance(attention, AdaptiveAttention) and attention.k_mean_GD is not None
