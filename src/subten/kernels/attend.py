@@ -31,7 +31,6 @@ from subten.kernels.attend_tiles import (
 )
 from subten.kernels.attend_tiles import num_sms as _num_sms
 from subten.kernels.key_bias import (
-    MAX_ROWS,
     bias_factors,
     bias_scores,
     check_key_bias,
@@ -99,9 +98,7 @@ def attend(
     if is_worth_unpacking(fmt, q_THD.dtype, num_kv_heads, step):
         pages_PGB, fmt, table_SP = unpack_pages(pages_PGB, fmt, step, q_THD.dtype, rotation_DD)
         rotation_DD = None
-    has_bias = key_bias_GD is not None
-    max_rows = MAX_ROWS if has_bias else None
-    plan = plan_for(q_THD, num_kv_heads, step, _num_sms(q_THD.device), max_rows)
+    plan = plan_for(q_THD, num_kv_heads, step, _num_sms(q_THD.device))
     is_split = plan.grid_splits > 1
     partials = make_partials(q_THD, plan) if is_split else Partials(out_THD, out_THD)
     constants = tile_constants(q_THD, plan, rotation_DD)
@@ -121,8 +118,8 @@ def attend(
         table_SP,
         table_SP.stride(0),
         codec_tables(fmt.codec, pages_PGB),
-        key_bias_GD if has_bias else partials.lse_THZ,
-        cos_sin_PD if has_bias else partials.lse_THZ,
+        partials.lse_THZ if key_bias_GD is None else key_bias_GD,
+        partials.lse_THZ if cos_sin_PD is None else cos_sin_PD,
         partials.out_THZD,
         partials.lse_THZ,
         scale * math.log2(math.e),
@@ -139,11 +136,11 @@ def attend(
         IS_SPLIT=is_split,
         HAS_WHOLE=has_whole,
         LOOP_STAGES=num_stages,
-        HAS_BIAS=has_bias,
+        HAS_BIAS=key_bias_GD is not None,
         BLOCK_F=max(16, constants["BLOCK_D"] // 2),
-        BIAS_PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32x3",
+        BIAS_PRECISION="ieee" if q_THD.dtype == torch.float32 else "bf16x3",
         **constants,
-        num_warps=8 if has_bias and step.max_query_len > 1 else plan.num_warps,
+        num_warps=plan.num_warps,
         num_stages=num_stages,
     )
     if is_split:
