@@ -83,6 +83,14 @@ KVCalibrationOption = Annotated[
         help="adaptive: text to learn from how to store keys, or none; default: one of its own.",
     ),
 ]
+KVKeyBiasOption = Annotated[
+    str,
+    typer.Option(
+        "--kv-key-bias",
+        metavar="HOW",
+        help="strip: store keys without their projection's bias; keep: with it; auto: by its size.",
+    ),
+]
 KVCachesOption = Annotated[
     str,
     typer.Option(

@@ -17,6 +17,7 @@ from subten.cli_options import (
     KVCacheOption,
     KVCalibrationOption,
     KVColdOption,
+    KVKeyBiasOption,
     KVMemoryOption,
     KVOutlierOption,
     KVSinkOption,
@@ -143,6 +144,7 @@ def serve(
     kv_sink_tokens: KVSinkOption = None,
     kv_window_tokens: KVWindowOption = None,
     kv_calibration: KVCalibrationOption = None,
+    kv_key_bias: KVKeyBiasOption = "auto",
     max_model_len: MaxModelLenOption = None,
     max_num_seqs: Annotated[
         int, typer.Option("--max-num-seqs", help="Sequences in one step.")
@@ -212,6 +214,7 @@ def serve(
                 kv_sink_tokens=kv_sink_tokens,
                 kv_window_tokens=kv_window_tokens,
                 kv_calibration=kv_calibration,
+                kv_key_bias=kv_key_bias,
                 device=device,
                 dtype=dtype,
                 backend=backend,

@@ -77,6 +77,11 @@ class EngineConfig:
     too. A step that decodes computes at most `max_prefill_tokens` of prompts beside (None: up to
     `max_num_batched_tokens`); with `max_queue` requests waiting, more are refused (None: never).
 
+    `kv_key_bias` strip stores keys without the bias of their projection, whose score attention adds
+    again, so that codes are left for what differs between tokens; keep leaves it in them; auto
+    strips layers whose bias would ruin rows of fewer than 16 bits. An adaptive cache strips the
+    mean key of every layer, unless it is keep.
+
     With `kv_cache_dtype` adaptive: `kv_bits_budget` true bits an element, which a sequence of
     `max_model_len` tokens takes (None: as fine as memory allows); `kv_memory_bytes` is the memory
     of the whole cache (None: sized like any other); `kv_cold_pages` lets values go down to 1.5
@@ -110,6 +115,7 @@ class EngineConfig:
     kv_sink_tokens: int | None = None
     kv_window_tokens: int | None = None
     kv_calibration: str | None = None
+    kv_key_bias: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -132,6 +138,7 @@ class EngineConfig:
             ("dtype", ("auto", "bfloat16", "float32")),
             ("quantization", ("none", "fp8", "int4")),
             ("backend", ("auto", "cuda", "triton", "torch")),
+            ("kv_key_bias", KEY_BIAS),
         ):
             if getattr(self, name) not in allowed:
                 raise refuse(ConfigError, name, getattr(self, name), ", ".join(allowed))
@@ -157,6 +164,9 @@ class EngineConfig:
                 allowed = "none, as kv_cache_dtype is not adaptive"
                 raise refuse(ConfigError, name, value, allowed)
 
+
+KEY_BIAS = ("auto", "strip", "keep")
+"""What `kv_key_bias` may be."""
 
 MAX_OUTLIER_PERCENT = 10
 """Of a head's channels: more BF16 channels take more bytes than wider codes would."""

@@ -151,8 +151,16 @@ def make_scene(
     return scene
 
 
-def dense(scene: Scene, q_THD: torch.Tensor, num_new: list[int]) -> torch.Tensor:
-    """Attention in FP64 over decode(encode(rows)), token by token, head by head."""
+def dense(
+    scene: Scene,
+    q_THD: torch.Tensor,
+    num_new: list[int],
+    added: list[torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Attention in FP64 over decode(encode(rows)), token by token, head by head.
+
+    `added` [N, G, D] of each sequence are what its keys have more than is stored.
+    """
 
     def stored(s: int) -> tuple[torch.Tensor, torch.Tensor]:
         # Keys and values in one product and one call, as the twin has them: sums of another shape
@@ -168,6 +176,7 @@ def dense(scene: Scene, q_THD: torch.Tensor, num_new: list[int]) -> torch.Tensor
     out_THD, token = torch.zeros(q_THD.shape, dtype=torch.float64, device=q_THD.device), 0
     for s, new in enumerate(num_new):
         k_NGD, v_NGD = stored(s)
+        k_NGD = k_NGD if added is None else k_NGD + added[s]
         group = q_THD.shape[1] // k_NGD.shape[1]
         for position in range(scene.lengths[s] - new, scene.lengths[s]):
             for h in range(q_THD.shape[1]):

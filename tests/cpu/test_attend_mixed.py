@@ -310,7 +310,7 @@ def test_a_table_adds_to_every_score(
     q_THD, coef_THC = randn(18, 3, 32), 3 * randn(18, 3, width)
     for broken in (
         {"coef_THC": coef_THC},
-        {"coef_THC": coef_THC, "table_PC": table_PC[:149]},
+        {"coef_THC": coef_THC, "table_PC": table_PC[:86]},
         {"coef_THC": coef_THC[:, :2], "table_PC": table_PC},
         {"coef_THC": coef_THC.double(), "table_PC": table_PC},
     ):

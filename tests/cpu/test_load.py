@@ -264,44 +264,6 @@ def test_bad_setting_is_named(
     assert setting in message and str(value) in message
 
 
-@pytest.mark.parametrize(
-    ("norms", "named"),
-    [
-        ((1.0, 1.0, 1.0, 1.0), None),
-        ((1.0, 1.0, 9.0, 1.0), None),
-        ((1.0, 1.0, 11.0, 1.0), "layer 2 "),
-        ((600.0, 1.0, 1.0, 600.0), "layers 0, 3 "),
-        ((49.0, 49.0, 49.0, 49.0), None),
-        ((51.0, 51.0, 49.0, 51.0), "layers 0, 1, 3 "),
-    ],
-)
-@pytest.mark.parametrize("codec", ["bf16", "int8", "adaptive"])
-def test_large_key_bias_is_warned_of_below_16_bits(
-    codec: str,
-    norms: tuple[float, ...],
-    named: str | None,
-    generator: torch.Generator,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    changes = {"num_hidden_layers": 4, "attention_bias": True, "head_dim": 16}
-    values = config_values("LlamaForCausalLM", **changes)
-    tensors = tensors_of(values, generator)
-    for i, norm in enumerate(norms):
-        bias = tensors[f"model.layers.{i}.self_attn.k_proj.bias"]
-        bias *= norm / bias.norm()
-    folder = write_folder(tmp_path / "m", values, tensors)
-    with caplog.at_level(logging.WARNING):
-        load(folder, kv_cache_dtype=codec)
-    warnings = [r.getMessage() for r in caplog.records if "k_proj.bias" in r.getMessage()]
-    if named is None or codec != "int8":
-        assert not warnings
-        return
-    (message,) = warnings
-    assert named in message and codec in message
-    assert "--kv-cache-dtype adaptive" in message and "--kv-cache-dtype bf16" in message
-
-
 def test_max_model_len_shortens_the_rotary_table(llama: Tiny, tmp_path: Path) -> None:
     loaded = load(write_folder(tmp_path / "m", *llama), max_model_len=65)
     assert loaded.config.max_model_len == 65

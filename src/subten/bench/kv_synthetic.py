@@ -141,7 +141,7 @@ def measure_keys(num_tokens: int = 4096, head_dim: int = 128) -> Iterator[dict[s
     for family in ROPE_THETA:
         generator = torch.Generator().manual_seed(0)
         head = synthetic_head(family, num_tokens=num_tokens, head_dim=head_dim, generator=generator)
-        for codec in ("int4", ADAPTIVE, "int2"):
+        for codec in ("bf16", "int8", "int4", ADAPTIVE, "int2"):
             for is_stripped in (True, False):
                 yield {
                     "model": f"synthetic {family}",

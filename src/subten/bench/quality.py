@@ -25,6 +25,7 @@ from subten.core import PAGE_SIZE, ConfigError, RequestError, refuse
 from subten.device import free_memory_bytes
 from subten.kernels.step import make_step
 from subten.models.decoder import Decoder
+from subten.weights.key_bias import settle_key_bias
 
 REFERENCE = "bf16"
 """KL divergences are from the reference model with this cache."""
@@ -109,6 +110,8 @@ class _Probe:
     def __init__(self, model: Decoder, fmt: KVFormat) -> None:
         self.weights = model
         self.model = with_format(model, fmt)
+        # As an engine would load it for this format.
+        settle_key_bias(self.model, "auto", "model")
         self.fmt = fmt
         self.nll_sum = 0.0
         self.num_agreeing = 0
@@ -180,9 +183,11 @@ def with_format(model: Decoder, fmt: KVFormat) -> Decoder:
         quantize_head=model.quantize_head,
     )
     twin.load_state_dict(model.state_dict(), assign=True)
-    for ours, theirs in zip(twin.layers, model.layers, strict=True):
+    layers: list[tuple[Any, Any]] = list(zip(twin.layers, model.layers, strict=True))
+    for ours, theirs in layers:
         # Its own would be another copy of equal numbers.
         ours.router = theirs.router
+        ours.attention.key_bias_GD = theirs.attention.key_bias_GD
     twin.device = model.device
     twin.cos_sin_PD = model.cos_sin_PD
     twin.rotation_DD = None

@@ -105,6 +105,7 @@ class LLM:
         kv_sink_tokens: int | None = None,
         kv_window_tokens: int | None = None,
         kv_calibration: str | None = None,
+        kv_key_bias: str = "auto",
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -132,6 +133,7 @@ class LLM:
             kv_sink_tokens=kv_sink_tokens,
             kv_window_tokens=kv_window_tokens,
             kv_calibration=kv_calibration,
+            kv_key_bias=kv_key_bias,
             seed=seed,
         )
         self._live: dict[str, _Live] = {}
@@ -233,6 +235,7 @@ class LLM:
                 dtype=config.dtype,
                 backend=config.backend,
                 kv_cache_dtype=config.kv_cache_dtype,
+                kv_key_bias=config.kv_key_bias,
                 max_model_len=config.max_model_len,
                 quantization=config.quantization,
                 quantize_head=config.quantize_head,

@@ -56,6 +56,7 @@ def check_loaded(config: EngineConfig, loaded: LoadedModel) -> None:
         ("device", config.device, str(loaded.model.device)),
         ("dtype", config.dtype, str(loaded.dtype).removeprefix("torch.")),
         ("quantization", config.quantization, loaded.quantization),
+        ("kv_key_bias", config.kv_key_bias, loaded.kv_key_bias),
         *(("backend", config.backend, backend) for backend in backends.values()),
     ]
     for name, asked, got in settings:

@@ -28,6 +28,7 @@ def append_attend(
     q_norm_weight_D: torch.Tensor | None = None,
     k_norm_weight_D: torch.Tensor | None = None,
     eps: float = 0.0,
+    key_bias_GD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`kv_append` of the step's rows, then `attend` of its queries: `out_THD` in q's dtype.
 
@@ -36,6 +37,7 @@ def append_attend(
     -1, which writes nothing. Tokens of a skipped tile (`tile_seq_Q` -1) must have slot -1.
 
     Shapes, dtypes, strides and rounding are those of the two ops; two launches and a merge.
+    `key_bias_GD` is that of `attend`: what `k_TGD` lacks, which has no norm then.
     """
     turned_THD = kv_append(
         k_TGD,
@@ -52,7 +54,16 @@ def append_attend(
         q_norm_weight_D=q_norm_weight_D,
     )
     assert turned_THD is not None
-    return attend(turned_THD, pages_PGB, fmt, step, scale=scale, rotation_DD=rotation_DD)
+    return attend(
+        turned_THD,
+        pages_PGB,
+        fmt,
+        step,
+        scale=scale,
+        rotation_DD=rotation_DD,
+        key_bias_GD=key_bias_GD,
+        cos_sin_PD=cos_sin_PD,
+    )
 
 
 def append_attend_torch(
@@ -69,6 +80,7 @@ def append_attend_torch(
     q_norm_weight_D: torch.Tensor | None = None,
     k_norm_weight_D: torch.Tensor | None = None,
     eps: float = 0.0,
+    key_bias_GD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Twin of `append_attend`, and the CPU backend."""
     turned_THD = kv_append_torch(
@@ -86,4 +98,13 @@ def append_attend_torch(
         q_norm_weight_D=q_norm_weight_D,
     )
     assert turned_THD is not None
-    return attend_torch(turned_THD, pages_PGB, fmt, step, scale=scale, rotation_DD=rotation_DD)
+    return attend_torch(
+        turned_THD,
+        pages_PGB,
+        fmt,
+        step,
+        scale=scale,
+        rotation_DD=rotation_DD,
+        key_bias_GD=key_bias_GD,
+        cos_sin_PD=cos_sin_PD,
+    )

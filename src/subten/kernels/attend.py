@@ -16,6 +16,7 @@ from subten.codecs import KVFormat
 from subten.core import PAGE_SIZE
 from subten.kernels.attend_tiles import (
     Partials,
+    check_queries,
     load_queries,
     make_partials,
     merge,
@@ -29,6 +30,12 @@ from subten.kernels.attend_tiles import (
     turn_results,
 )
 from subten.kernels.attend_tiles import num_sms as _num_sms
+from subten.kernels.key_bias import (
+    bias_factors,
+    bias_scores,
+    check_key_bias,
+    turned_bias,
+)
 from subten.kernels.kv_append import (
     check_pages,
     check_rotation,
@@ -48,6 +55,8 @@ def attend(
     *,
     scale: float,
     rotation_DD: torch.Tensor | None = None,
+    key_bias_GD: torch.Tensor | None = None,
+    cos_sin_PD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of each token over its sequence's pages; returns `out_THD` in q's dtype.
 
@@ -60,7 +69,9 @@ def attend(
     `q_THD` bf16 or float32, RoPE done, not rotated, any strides; its dtype is that of the dots.
     `pages_PGB` uint8 [pages, G, fmt.page_bytes]; `rotation_DD` must be
     `codecs.rotation.hadamard(D)` where the codec is rotated, else None: q and the output are
-    turned by its butterfly. Wrong dtypes, devices, shapes or strides fail an assert.
+    turned by its butterfly. `key_bias_GD` float32 [G, D] is what keys lack as they are stored
+    (key_bias.py): each counts as if it had been added before rotary embedding by `cos_sin_PD`
+    float32 [positions, D]. Wrong dtypes, devices, shapes or strides fail an assert.
 
     With bf16 q, what is rounded besides the codes: rotated q, decoded values of codecs whose codes
     are not small integers, and softmax weight times V scale, each by at most 2**-8 relative. The
@@ -72,10 +83,12 @@ def attend(
     """
     num_kv_heads = check_attend(q_THD, pages_PGB, fmt, step)
     check_rotation(rotation_DD, fmt)
+    check_key_bias(key_bias_GD, cos_sin_PD, pages_PGB, fmt.head_dim, step)
     if q_THD.device.type == "cpu" and q_THD.dtype != torch.float32:
         # Triton's interpreter multiplies the bit patterns of bf16 dots and truncates bf16 casts.
-        out_THD = attend(q_THD.float(), pages_PGB, fmt, step, scale=scale, rotation_DD=rotation_DD)
-        return out_THD.to(q_THD.dtype)
+        keywords: dict[str, Any] = {"scale": scale, "rotation_DD": rotation_DD}
+        keywords |= {"key_bias_GD": key_bias_GD, "cos_sin_PD": cos_sin_PD}
+        return attend(q_THD.float(), pages_PGB, fmt, step, **keywords).to(q_THD.dtype)
     num_tokens, num_heads, _ = q_THD.shape
     num_tiles = len(step.tile_seq_Q)
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
@@ -105,6 +118,8 @@ def attend(
         table_SP,
         table_SP.stride(0),
         codec_tables(fmt.codec, pages_PGB),
+        partials.lse_THZ if key_bias_GD is None else key_bias_GD,
+        partials.lse_THZ if cos_sin_PD is None else cos_sin_PD,
         partials.out_THZD,
         partials.lse_THZ,
         scale * math.log2(math.e),
@@ -121,6 +136,9 @@ def attend(
         IS_SPLIT=is_split,
         HAS_WHOLE=has_whole,
         LOOP_STAGES=num_stages,
+        HAS_BIAS=key_bias_GD is not None,
+        BLOCK_F=max(16, constants["BLOCK_D"] // 2),
+        BIAS_PRECISION="ieee" if q_THD.dtype == torch.float32 else "bf16x3",
         **constants,
         num_warps=plan.num_warps,
         num_stages=num_stages,
@@ -138,6 +156,8 @@ def attend_torch(
     *,
     scale: float,
     rotation_DD: torch.Tensor | None = None,
+    key_bias_GD: torch.Tensor | None = None,
+    cos_sin_PD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Twin of `attend`, and the CPU backend; FP32 throughout, any orthogonal `rotation_DD`.
 
@@ -145,6 +165,7 @@ def attend_torch(
     """
     check_attend(q_THD, pages_PGB, fmt, step)
     check_rotation(rotation_DD, fmt)
+    check_key_bias(key_bias_GD, cos_sin_PD, pages_PGB, fmt.head_dim, step)
     num_tokens, num_heads, head_dim = q_THD.shape
     query_start, kv_lens = step.query_start_S1.tolist(), step.kv_len_S.tolist()
     rows = []
@@ -154,6 +175,9 @@ def attend_torch(
             rows.append(q_THD.new_zeros(end - first, num_heads, head_dim))
             continue
         k_NGD, v_NGD = read_pages(pages_PGB, fmt, step.page_table_SP[s], kv_len)
+        if key_bias_GD is not None and cos_sin_PD is not None:
+            bias_NGD = turned_bias(key_bias_GD, cos_sin_PD, kv_len)
+            k_NGD = k_NGD + (bias_NGD if rotation_DD is None else bias_NGD @ rotation_DD)
         for start in range(first, end, _TORCH_CHUNK):
             stop = min(start + _TORCH_CHUNK, end)
             q = q_THD[start:stop].float()
@@ -219,26 +243,6 @@ def check_attend(
     return num_kv_heads
 
 
-def check_queries(q_THD: torch.Tensor, num_kv_heads: int, head_dim: int, step: StepTensors) -> None:
-    """Assert that queries and step fit one another and `num_kv_heads` of `head_dim`."""
-    num_tokens, num_heads, query_dim = q_THD.shape
-    assert query_dim == head_dim, (query_dim, head_dim)
-    assert q_THD.dtype in (torch.bfloat16, torch.float32), q_THD.dtype
-    assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
-    assert step.position_T.shape == (num_tokens,), (step.position_T.shape, num_tokens)
-    assert step.max_kv_len <= step.page_table_SP.shape[1] * PAGE_SIZE, (
-        step.max_kv_len,
-        step.page_table_SP.shape,
-    )
-    assert step.page_table_SP.stride(1) == 1, step.page_table_SP.stride()
-    for name in ("page_table_SP", "kv_len_S", "query_start_S1", "tile_seq_Q", "tile_start_Q"):
-        index = getattr(step, name)
-        assert index.dtype == torch.int32, (name, index.dtype)
-        assert index.device == q_THD.device, (name, index.device, q_THD.device)
-        assert index.dim() > 1 or index.is_contiguous(), (name, index.stride())
-    assert step.position_T.dtype == torch.int64, step.position_T.dtype
-
-
 # Per query row m (token t, head h of the KV head's group) over the keys n that it sees:
 #   s_mn = scale * log2(e) * (scale_n * sum_d q_md code_nd + zero_n * sum_d q_md)    scores, base 2
 #   p_mn = 2 ** (s_mn - max_n s_mn)
@@ -246,7 +250,8 @@ def check_queries(q_THD: torch.Tensor, num_kv_heads: int, head_dim: int, step: S
 # with the running maximum of FlashAttention (Dao et al. 2022, algorithm 1) from page to page. No
 # decoded tile ever lies in memory: scales act on score columns and on P, and zero-points cost one
 # sum a row. Rotated codecs: q R . k R = q . k and (sum p v R) R = sum p v, as R is symmetric and
-# orthogonal, so q is turned once before the loop and the output once after the last sum.
+# orthogonal, so q is turned once before the loop and the output once after the last sum. Where keys
+# lack a bias b (key_bias.py), scores have scale * log2(e) * q_m . R_n b more.
 #
 #   page_table[s] -> page of 64 tokens x 1 KV head, planes apart, each from a 128-byte line:
 #     | K codes 64 x row | K scale | K zero | V codes 64 x row | V scale | V zero |
@@ -257,8 +262,7 @@ def check_queries(q_THD: torch.Tensor, num_kv_heads: int, head_dim: int, step: S
 # and out; with Z splits, 8 * Z * T * H * (D + 1) bytes of partial results written and read.
 # Tiling: one iteration is one page, so one page-table read per 64 keys, and planes are read whole
 # and in order. All heads of a group, and up to 16 tokens, share a decoded page as rows of one dot:
-# one decode per key, not one per head. Splits give a lone sequence enough programs to fill the
-# GPU. Not yet measured on a GPU.
+# one decode per key, not one per head. Splits give a lone sequence enough programs for the GPU.
 #
 # Pages that all rows see whole have a loop without masks: for bf16 (SASS, 128 rows of 8 warps) 615
 # instructions a page and warp instead of 942.
@@ -283,6 +287,8 @@ def _attend_kernel(
     page_table_ptr: tl.tensor,
     page_table_stride: tl.tensor,
     tables_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    cos_sin_ptr: tl.tensor,
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     scale_log2: tl.tensor,
@@ -306,6 +312,9 @@ def _attend_kernel(
     IS_SPLIT: tl.constexpr,
     HAS_WHOLE: tl.constexpr,
     LOOP_STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BIAS_PRECISION: tl.constexpr,
 ) -> None:
     tl.static_assert(BLOCK_M >= 16 and BLOCK_M >= TILE_TOKENS * BLOCK_H and BLOCK_D >= HEAD_DIM)
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
@@ -343,6 +352,20 @@ def _attend_kernel(
     d = tl.arange(0, BLOCK_D)
     mask_MD = mask_M[:, None] & (d < HEAD_DIM)[None, :]
     q_sum_M = tl.sum(q_MD.to(tl.float32), axis=1)
+    cos_MF, sin_MF = q_sum_M, q_sum_M
+    if HAS_BIAS:
+        cos_MF, sin_MF = bias_factors(
+            q_ptr,
+            q_stride_t,
+            q_stride_h,
+            q_stride_d,
+            token_M,
+            head_M,
+            mask_M,
+            bias_ptr + kv_head * HEAD_DIM,
+            HEAD_DIM // 2,
+            BLOCK_F,
+        )
 
     max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sum_M = tl.zeros([BLOCK_M], tl.float32)
@@ -364,6 +387,8 @@ def _attend_kernel(
             max_M, sum_M, zero_M, acc_MD = _attend_page(
                 q_MD,
                 q_sum_M,
+                cos_MF,
+                sin_MF,
                 position_M,
                 num_keys,
                 index,
@@ -371,6 +396,7 @@ def _attend_kernel(
                 page_stride,
                 table_ptr,
                 tables_ptr,
+                cos_sin_ptr,
                 scale_log2,
                 max_M,
                 sum_M,
@@ -386,6 +412,8 @@ def _attend_kernel(
                 HEAD_DIM,
                 PAGE,
                 is_rest == 0,
+                HAS_BIAS,
+                BIAS_PRECISION,
             )
 
     # A row that saw nothing becomes 0; NaN is not 0, so a poisoned sequence stays NaN.
@@ -405,6 +433,8 @@ def _attend_kernel(
 def _attend_page(
     q_MD: tl.tensor,
     q_sum_M: tl.tensor,
+    cos_MF: tl.tensor,
+    sin_MF: tl.tensor,
     position_M: tl.tensor,
     num_keys: tl.tensor,
     index: tl.tensor,
@@ -412,6 +442,7 @@ def _attend_page(
     page_stride: tl.tensor,
     table_ptr: tl.tensor,
     tables_ptr: tl.tensor,
+    cos_sin_ptr: tl.tensor,
     scale_log2: tl.tensor,
     max_M: tl.tensor,
     sum_M: tl.tensor,
@@ -427,6 +458,8 @@ def _attend_page(
     HEAD_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     IS_WHOLE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BIAS_PRECISION: tl.constexpr,
 ) -> Any:
     """Maximum, sums and output with page `index` added; all rows see all of it if IS_WHOLE."""
     BLOCK_M: tl.constexpr = acc_MD.shape[0]
@@ -434,11 +467,11 @@ def _attend_page(
     dtype = q_MD.dtype
     row_N = tl.arange(0, PAGE)
     page = head_ptr + tl.load(table_ptr + index).to(tl.int64) * page_stride
+    key_N = index * PAGE + row_N
     if IS_WHOLE:
         mask_N = tl.full([PAGE], True, tl.int1)
         is_seen_MN = tl.full([BLOCK_M, PAGE], True, tl.int1)
     else:
-        key_N = index * PAGE + row_N
         mask_N = key_N < num_keys
         is_seen_MN = (key_N[None, :] <= position_M[:, None]) & mask_N[None, :]
     k_ND, k_scale_N, k_zero_N = DECODE(
@@ -446,6 +479,10 @@ def _attend_page(
     )
     score_MN = tl.dot(q_MD, tl.trans(k_ND.to(dtype)), input_precision="ieee")
     score_MN = score_MN * k_scale_N[None, :] + q_sum_M[:, None] * k_zero_N[None, :]
+    if HAS_BIAS:
+        score_MN += bias_scores(
+            cos_MF, sin_MF, cos_sin_ptr, key_N, mask_N, HEAD_DIM // 2, BIAS_PRECISION
+        )
     score_MN = tl.where(is_seen_MN, score_MN * scale_log2, float("-inf"))
     p_MN, decay_M, _, next_max_M = softmax_step(score_MN, is_seen_MN, max_M)
     v_ND, v_scale_N, v_zero_N = DECODE(

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from subten.codecs.mixed import MixedFormat
 from subten.codecs.vq import codebook
 from subten.core import PAGE_SIZE
-from subten.kernels.attend import check_queries
 from subten.kernels.attend_mixed_device import attend_mixed_kernel
 from subten.kernels.attend_plan import AttendPlan
 from subten.kernels.attend_tiles import (
     Partials,
+    check_queries,
     check_table,
     make_partials,
     merge,

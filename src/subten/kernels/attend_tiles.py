@@ -50,6 +50,26 @@ def plan_for(
     )
 
 
+def check_queries(q_THD: torch.Tensor, num_kv_heads: int, head_dim: int, step: StepTensors) -> None:
+    """Assert that queries and step fit one another and `num_kv_heads` of `head_dim`."""
+    num_tokens, num_heads, query_dim = q_THD.shape
+    assert query_dim == head_dim, (query_dim, head_dim)
+    assert q_THD.dtype in (torch.bfloat16, torch.float32), q_THD.dtype
+    assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
+    assert step.position_T.shape == (num_tokens,), (step.position_T.shape, num_tokens)
+    assert step.max_kv_len <= step.page_table_SP.shape[1] * PAGE_SIZE, (
+        step.max_kv_len,
+        step.page_table_SP.shape,
+    )
+    assert step.page_table_SP.stride(1) == 1, step.page_table_SP.stride()
+    for name in ("page_table_SP", "kv_len_S", "query_start_S1", "tile_seq_Q", "tile_start_Q"):
+        index = getattr(step, name)
+        assert index.dtype == torch.int32, (name, index.dtype)
+        assert index.device == q_THD.device, (name, index.device, q_THD.device)
+        assert index.dim() > 1 or index.is_contiguous(), (name, index.stride())
+    assert step.position_T.dtype == torch.int64, step.position_T.dtype
+
+
 def check_table(
     q_THD: torch.Tensor,
     step: StepTensors,
@@ -63,7 +83,8 @@ def check_table(
         return
     width = table_PC.shape[1]
     assert coef_THC.shape == (*q_THD.shape[:2], width), (coef_THC.shape, q_THD.shape, width)
-    assert len(table_PC) >= step.max_kv_len, (len(table_PC), step.max_kv_len)
+    # Graphs are captured for whole pages, but no key lies past the table.
+    assert len(table_PC) > step.max_kv_len - PAGE_SIZE, (len(table_PC), step.max_kv_len)
     for tensor in (coef_THC, table_PC):
         assert tensor.dtype == torch.float32, tensor.dtype
         assert tensor.device == q_THD.device, (tensor.device, q_THD.device)

@@ -25,7 +25,7 @@ class AdaptiveAttention(Attention):
     Keys are stored as (k - R b) A, with the rotary embedding R b of a constant b; queries turn with
     the inverse transpose of A, and the score of R b is added again, so that scores are what they
     were but for what coarse codes cost. Until `calibrate` is called, A is the Hadamard matrix and b
-    the bias of the key projection, if it has one.
+    the bias of the key projection, if it has one. With `keeps_mean` b is 0.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -36,6 +36,7 @@ class AdaptiveAttention(Attention):
         self.q_turn_GDD: torch.Tensor | None
         self.k_mean_GD: torch.Tensor | None
         self.feedback_GDD: torch.Tensor | None
+        self.keeps_mean = False
 
     def calibrate(
         self,
@@ -57,7 +58,7 @@ class AdaptiveAttention(Attention):
         assert mean_GD is None or mean_GD.shape == shape[:2], (mean_GD.shape, shape)
         self.k_turn_GDD = matrix_GDD.contiguous()
         self.q_turn_GDD = inverse_GDD.mT.contiguous()
-        self.k_mean_GD = mean_GD
+        self.k_mean_GD = None if self.keeps_mean else mean_GD
         self.feedback_GDD = None if feedback_GDD is None else feedback_GDD.contiguous()
 
     def forward(
@@ -116,8 +117,7 @@ class AdaptiveAttention(Attention):
         rotation_GDD = rotation_DD.expand(self.num_kv_heads, -1, -1)
         mean_GD = None
         if self.qkv.bias is not None and self.k_norm_D is None:
-            first = self.num_heads * self.head_dim
-            bias_N = self.qkv.bias[first : first + self.num_kv_heads * self.head_dim]
+            bias_N = self.qkv.bias[self.key_rows]
             mean_GD = bias_N.detach().float().view(self.num_kv_heads, -1).contiguous()
         self.calibrate(rotation_GDD, rotation_GDD.mT, mean_GD=mean_GD, feedback_GDD=None)
 

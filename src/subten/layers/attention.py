@@ -22,6 +22,8 @@ class Attention(nn.Module):
     q, k and v are rows of one matrix, in that order. `output` is the layer's to call: what comes
     after it may share its launch. `q_norm_D` and `k_norm_D` are the per-head
     RMSNorm weights of models that have them.
+
+    Until `strip_key_bias` is called, keys are stored as the projection makes them, with its bias.
     """
 
     def __init__(
@@ -60,6 +62,30 @@ class Attention(nn.Module):
         if config.has_qk_norm:
             self.q_norm_D = spec.empty(config.head_dim)
             self.k_norm_D = spec.empty(config.head_dim)
+        self.register_buffer("key_bias_GD", None, persistent=False)
+        self.key_bias_GD: torch.Tensor | None
+
+    @property
+    def key_rows(self) -> slice:
+        """Rows of `qkv` that make keys."""
+        first = self.num_heads * self.head_dim
+        return slice(first, first + self.num_kv_heads * self.head_dim)
+
+    def strip_key_bias(self) -> None:
+        """Store keys without the bias of their projection from now on; their scores keep it.
+
+        Call it while the cache is empty, for layers with such a bias and no norm after it.
+        """
+        bias_N = self.qkv.bias
+        assert bias_N is not None, "no bias to strip"
+        assert self.k_norm_D is None, "a norm follows the bias"
+        assert self.key_bias_GD is None, "stripped already"
+        key_bias_N = bias_N.detach()[self.key_rows].float()
+        self.key_bias_GD = key_bias_N.view(self.num_kv_heads, self.head_dim).contiguous()
+        # Not in place: other formats of the same model may share the weights.
+        rest_N = bias_N.detach().clone()
+        rest_N[self.key_rows] = 0
+        self.qkv.bias = nn.Parameter(rest_N, requires_grad=False)
 
     def forward(
         self,
@@ -93,5 +119,6 @@ class Attention(nn.Module):
             q_norm_weight_D=self.q_norm_D,
             k_norm_weight_D=self.k_norm_D,
             eps=self.norm_eps,
+            key_bias_GD=self.key_bias_GD,
         )
         return out_THD.reshape(num_tokens, -1)  # type: ignore[no-any-return]

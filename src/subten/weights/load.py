@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from subten.tokenizer import Tokenizer
 from subten.weights import hub
 from subten.weights.folder import FolderCheckpoint
 from subten.weights.gguf import read_gguf
+from subten.weights.key_bias import check_key_bias, settle_key_bias
 from subten.weights.safetensors_file import FLOAT_DTYPES
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 """Dtypes that a model runs in: both have the exponent range of float32."""
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-KEY_BIAS_RATIO, KEY_BIAS_NORM = 10.0, 50.0
-"""A key bias is large above this many times the median over layers, or above this norm."""
 _HARMLESS_SUFFIXES = (".rotary_emb.inv_freq",)
 """Tensors that old checkpoints carry and that the config says already."""
 
@@ -79,6 +77,7 @@ class LoadedModel:
     weight_bytes: int
     dtype: torch.dtype
     quantization: str = "none"
+    kv_key_bias: str = "auto"
 
 
 def load_model(
@@ -88,6 +87,7 @@ def load_model(
     dtype: str,
     backend: str,
     kv_cache_dtype: str,
+    kv_key_bias: str = "auto",
     max_model_len: int | None = None,
     quantization: str = "none",
     quantize_head: bool = True,
@@ -96,10 +96,11 @@ def load_model(
     """Load `model`: a folder (config.json, safetensors), a .gguf file, or a hub name owner/name.
 
     `dtype` is bfloat16, float32, or auto, which is bfloat16 whatever the checkpoint holds: it has
-    float32's exponent range, so that no weight overflows, and half the bytes. `max_model_len` may
-    shorten the model's own context, never stretch it. `quantization` none, fp8 or int4 is the
-    format of the matrices of attention and feed-forward networks, and with `quantize_head` of a
-    head that is not the embedding: tensors are packed one at a time as they are read.
+    float32's exponent range, so that no weight overflows, and half the bytes. `kv_key_bias` is that
+    of `EngineConfig`. `max_model_len` may shorten the model's own context, never stretch it.
+    `quantization` none, fp8 or int4 is the format of the matrices of attention and feed-forward
+    networks, and with `quantize_head` of a head that is not the embedding: tensors are packed one
+    at a time as they are read.
     `progress(done, total)` is called with the number of weights (elements) in place after each
     tensor. Raises CheckpointError for a checkpoint that is missing, damaged or not what its config
     says, ConfigError for a setting.
@@ -109,6 +110,7 @@ def load_model(
     config = _shorten(config, max_model_len)
     fmt = cache_format(kv_cache_dtype, config.head_dim)
     check_format(quantization)
+    check_key_bias(kv_key_bias, config)
     config = _settle_head(checkpoint, config, source)
     slots = family.weight_map(config)
     _check_names(checkpoint, slots, config, source)
@@ -136,7 +138,7 @@ def load_model(
         ) from error
     _fill(decoder, checkpoint, slots, progress)
     decoder.fold_routers()
-    _warn_of_key_bias(decoder, source)
+    settle_key_bias(decoder, kv_key_bias, source)
     weight_bytes = decoder.weight_bytes
     logger.info(
         "loaded %s: %s, %d layers, %.1f MB of weights in %s%s%s on %s, %s cache",
@@ -158,6 +160,7 @@ def load_model(
         weight_bytes=weight_bytes,
         dtype=decoder.dtype,
         quantization=quantization,
+        kv_key_bias=kv_key_bias,
     )
 
 
@@ -331,35 +334,6 @@ def _fill(
         if progress is not None:
             progress(done, total)
     assert done == total, (done, total)
-
-
-@torch.no_grad()
-def _warn_of_key_bias(decoder: Decoder, source: str) -> None:
-    """Warn where a codec below 16 bits meets layers whose key bias dwarfs the keys.
-
-    A large bias on a few channels stretches the range of every key, so that few of its codes are
-    left for what differs between tokens: 4-bit caches of such models are known to lose the text.
-    """
-    fmt, config = decoder.fmt, decoder.config
-    if not config.has_qkv_bias or fmt.true_bits >= 16:
-        return
-    first = config.num_heads * config.head_dim
-    keys = slice(first, first + config.num_kv_heads * config.head_dim)
-    norms = [float(layer.attention.qkv.bias[keys].float().norm()) for layer in decoder.layers]  # type: ignore[union-attr, index]
-    usual = statistics.median(norms)
-    large = [i for i, norm in enumerate(norms) if norm > min(KEY_BIAS_RATIO * usual, KEY_BIAS_NORM)]
-    if large:
-        logger.warning(
-            "%s: k_proj.bias of %s %s has a norm of up to %.3g (median over layers %.3g), which "
-            "costs a %s cache accuracy; --kv-cache-dtype adaptive takes it out of the keys, "
-            "--kv-cache-dtype bf16 is exact",
-            source,
-            "layer" if len(large) == 1 else "layers",
-            _listing([str(i) for i in large], limit=16),
-            max(norms[i] for i in large),
-            usual,
-            fmt.codec.name,
-        )
 
 
 def _listing(names: list[str], limit: int = 4) -> str:

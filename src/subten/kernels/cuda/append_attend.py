@@ -35,20 +35,24 @@ def append_attend(
     q_norm_weight_D: torch.Tensor | None = None,
     k_norm_weight_D: torch.Tensor | None = None,
     eps: float = 0.0,
+    key_bias_GD: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
     """`subten.kernels.append_attend.append_attend` in one CUDA launch, for steps of single tokens.
 
-    It takes what `kv_append` and `attend` of this package both take; the rest goes to those, each
-    of which may hand it on to Triton. Pages and result are those of the two, bit for bit. `plan`
-    and `pdl` are for measuring; their conditions, and that on counters, are those of `attend`.
+    It takes what `kv_append` and `attend` of this package both take, without a key bias; the rest
+    goes to those, each of which may hand it on to Triton. Pages and result are those of the two,
+    bit for bit. `plan` and `pdl` are for measuring; their conditions, and that on counters, are
+    those of `attend`.
 
     With `pdl` only q, k and v may come from kernels that still run when this one starts: the step's
     integers, `cos_sin_PD`, the norm weights and all rows of pages but each sequence's newest must
     be in place since before the last launch without it.
     """
-    if not suits(q_THD, k_TGD, v_TGD, pages_PGB, fmt, step, (k_norm_weight_D, q_norm_weight_D)):
+    norm_weights = (k_norm_weight_D, q_norm_weight_D)
+    is_one = key_bias_GD is None and suits(q_THD, k_TGD, v_TGD, pages_PGB, fmt, step, norm_weights)
+    if not is_one:
         turned_THD = cuda_append.kv_append(
             k_TGD,
             v_TGD,
@@ -72,6 +76,8 @@ def append_attend(
             step,
             scale=scale,
             rotation_DD=rotation_DD,
+            key_bias_GD=key_bias_GD,
+            cos_sin_PD=cos_sin_PD,
             plan=plan,
             pdl=pdl,
         )

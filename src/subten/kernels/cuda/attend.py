@@ -185,15 +185,17 @@ def attend(
     *,
     scale: float,
     rotation_DD: torch.Tensor | None = None,
+    key_bias_GD: torch.Tensor | None = None,
+    cos_sin_PD: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
     """`subten.kernels.attend.attend` in one CUDA launch, for steps of single tokens.
 
-    Codecs, head dims, groups and dtypes that the kernel does not take, and steps with more than
-    one token of a sequence, go to Triton. `plan` and `pdl` (programmatic dependent launch) are for
-    measuring. Launches on one device must follow one another: they share counters, which return to
-    zero; the first one, outside of any graph capture, allocates them.
+    Codecs, head dims, groups and dtypes that the kernel does not take, keys that lack a bias, and
+    steps with more than one token of a sequence, go to Triton. `plan` and `pdl` (programmatic
+    dependent launch) are for measuring. Launches on one device must follow one another: they share
+    counters, which return to zero; the first one, outside of any graph capture, allocates them.
 
     With `pdl` only q and the newest row of each sequence may come from kernels that still run when
     this one starts. The integers of `step`, and all rows before the newest, are read at once: a
@@ -201,9 +203,16 @@ def attend(
 
     Rounding is as there: rotated q and P * V scale to bfloat16, and codes not at all.
     """
-    if not suits(q_THD, pages_PGB, fmt, step):
+    if key_bias_GD is not None or not suits(q_THD, pages_PGB, fmt, step):
         return triton_attend.attend(
-            q_THD, pages_PGB, fmt, step, scale=scale, rotation_DD=rotation_DD
+            q_THD,
+            pages_PGB,
+            fmt,
+            step,
+            scale=scale,
+            rotation_DD=rotation_DD,
+            key_bias_GD=key_bias_GD,
+            cos_sin_PD=cos_sin_PD,
         )
     num_kv_heads = triton_attend.check_attend(q_THD, pages_PGB, fmt, step)
     check_rotation(rotation_DD, fmt)
