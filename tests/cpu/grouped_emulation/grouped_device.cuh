@@ -102,4 +102,12 @@ inline int sum_to_lane(int v, int lane) {
     return sum;
 }
 
+inline int arrive(int* counter) { return (*counter)++; }
+inline int take(int* counter) { return (*counter)++; }
+
+// Blocks run one after another, so that what is waited for must be there.
+inline void wait_until(const int* counter, int sum) {
+    if (*counter != sum) std::abort();
+}
+
 #endif

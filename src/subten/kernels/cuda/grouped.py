@@ -7,6 +7,7 @@ features.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,6 +28,9 @@ DOWN_ROWS = 32
 MAX_EARLY_BYTES = 40 * 10**6
 """Of weights that `up` asks for before it knows the experts, so that L2, of 50 MB, holds them: 7 us
 a layer of a batch of 32 of qwen3-30b-a3b in FP8 (benchmarks/plans/h200-steps.json)."""
+
+MAX_PROGRESS = 2048
+"""Numbers that count progress of `grouped_both_kernel`: one, and one for each tile."""
 
 NUM_STAGES = 3
 """Stages of tokens in shared memory: `NUM_STAGES` of grouped.cu."""
@@ -162,9 +166,83 @@ def grouped(
         )
         for plan, weight in ((up_plan, gate_up), (down_plan, down))
     )
-    act_AF = launch_up(routing, gate_up, plan=up_plan, is_act_wide=down_plan.wide, pdl=pdl)
-    y_AD = launch_down(routing, act_AF, down, plan=down_plan, pdl=pdl)
+    if has_both(up_plan, down_plan):
+        y_AD = launch_both(routing, gate_up, down, plan=up_plan, pdl=pdl)
+    else:
+        act_AF = launch_up(routing, gate_up, plan=up_plan, is_act_wide=down_plan.wide, pdl=pdl)
+        y_AD = launch_down(routing, act_AF, down, plan=down_plan, pdl=pdl)
     return launch_combine(routing, y_AD, residual_TD=residual_TD, pdl=pdl)
+
+
+def has_both(up_plan: GroupedPlan, down_plan: GroupedPlan) -> bool:
+    """Whether one launch does both products."""
+    return IS_BOTH and up_plan == down_plan and up_plan.tiles == 1
+
+
+IS_BOTH = True
+
+
+def launch_both(
+    routing: Routing, gate_up: Weight, down: Weight, *, plan: GroupedPlan, pdl: bool = True
+) -> torch.Tensor:
+    """down silu(gate h) * (up h) of each assignment, at its own place: bfloat16 [A, D]; one launch.
+
+    `launch_combine` must follow: both share what counts progress, one launch on a device at a time;
+    the first one, outside of any graph capture, allocates it.
+    """
+    num_experts, double_hidden, dim = gate_up.shape
+    hidden, (num_tokens, top_k) = double_hidden // 2, routing.topk_id_TK.shape
+    num_assignments, device = num_tokens * top_k, routing.h_TD.device
+    new = functools.partial(torch.empty, dtype=torch.bfloat16, device=device)
+    act_AF, y_AD = new(num_assignments, hidden), new(num_assignments, dim)
+    parts = -(-hidden // (UP_ROWS * plan.warps)) + -(-dim // (DOWN_ROWS * plan.warps))
+    max_items = _max_tiles(num_assignments, num_experts, plan) * parts
+    num_blocks = min(max_items, NUM_SMS * plan.blocks)
+    row_bytes = dim // FORMATS[gate_up.format].codes * 16
+    runtime.launch(
+        "grouped.cu",
+        both_kernel_name(gate_up.format, plan),
+        (num_blocks,),
+        32 * plan.warps,
+        (
+            gate_up.codes,
+            gate_up.scale,
+            down.codes,
+            down.scale,
+            routing.h_TD,
+            routing.expert_start_E1,
+            routing.order_A,
+            act_AF,
+            y_AD,
+            _progress(device),
+            num_experts,
+            top_k,
+            dim,
+            hidden,
+            _early_bytes(num_blocks, num_assignments, num_experts, row_bytes, plan) if pdl else 0,
+        ),
+        device=device,
+        shared_bytes=plan.shared_bytes(FORMATS[gate_up.format], num_experts) + 4,
+        pdl=pdl,
+    )
+    return y_AD
+
+
+@functools.cache
+def _progress(device: torch.device) -> torch.Tensor:
+    """Items that blocks have taken, and of each tile the parts that have ended."""
+    return torch.zeros(MAX_PROGRESS, dtype=torch.int32, device=device)
+
+
+def _early_bytes(
+    num_blocks: int, num_assignments: int, num_experts: int, row_bytes: int, plan: GroupedPlan
+) -> int:
+    """Bytes of each of the first rows that are asked for before experts are known."""
+    # From 1.5 tokens an expert on, three of four experts have one.
+    if plan.tiles > 1 or 2 * num_assignments < 3 * num_experts:
+        return 0
+    each = MAX_EARLY_BYTES // (num_blocks * 32 * plan.warps)
+    return min(each // 64 * 64, row_bytes)
 
 
 def launch_up(
@@ -184,11 +262,10 @@ def launch_up(
     num_assignments, device = num_tokens * top_k, routing.h_TD.device
     act_AF = torch.empty(num_assignments, hidden, dtype=torch.bfloat16, device=device)
     num_blocks = _num_blocks(num_assignments, num_experts, hidden, UP_ROWS, plan)
-    early_bytes = 0
-    # From 1.5 tokens an expert on, three of four experts have one.
-    if pdl and plan.tiles == 1 and 2 * num_assignments >= 3 * num_experts:
-        each = MAX_EARLY_BYTES // (num_blocks * 32 * plan.warps)
-        early_bytes = min(each // 64 * 64, dim // FORMATS[gate_up.format].codes * 16)
+    row_bytes = dim // FORMATS[gate_up.format].codes * 16
+    early_bytes = (
+        _early_bytes(num_blocks, num_assignments, num_experts, row_bytes, plan) if pdl else 0
+    )
     runtime.launch(
         "grouped.cu",
         kernel_name("grouped_up_kernel", gate_up.format, plan),
@@ -275,6 +352,8 @@ def launch_combine(
             int(residual_TD.dtype == torch.bfloat16),
             routing.topk_id_TK.shape[1],
             dim,
+            _progress(residual_TD.device),
+            MAX_PROGRESS,
         ),
         device=residual_TD.device,
         pdl=pdl,
@@ -331,9 +410,19 @@ def _num_blocks(
     full. Those of several tiles differ by their tokens, and a step of 512 tokens is 4 % faster if
     whichever SM is free takes the next.
     """
-    max_tiles = num_assignments // plan.columns + min(num_experts, num_assignments)
+    max_tiles = _max_tiles(num_assignments, num_experts, plan)
     max_items = max_tiles * -(-num_rows // (rows_warp * plan.warps))
     return min(max_items, NUM_SMS * plan.blocks) if plan.tiles == 1 else max_items
+
+
+def _max_tiles(num_assignments: int, num_experts: int, plan: GroupedPlan) -> int:
+    return num_assignments // plan.columns + min(num_experts, num_assignments)
+
+
+def both_kernel_name(weight_format: str, plan: GroupedPlan) -> str:
+    struct = FORMATS[weight_format].struct
+    parameters = (struct, plan.tiles, plan.warps, plan.depth, plan.blocks)
+    return f"grouped_both_kernel<{', '.join(map(str, parameters))}>"
 
 
 def kernel_name(kernel: str, weight_format: str, plan: GroupedPlan) -> str:
