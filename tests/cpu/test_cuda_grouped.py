@@ -37,6 +37,9 @@ PLANS = [
 ]
 """What the emulator holds: one warp and more, some without rows, rings of 1, 2 and 3."""
 
+ONE_TILE_PLANS = [PLANS[0], GroupedPlan(tiles=1, warps=2, depth=3, blocks=1)]
+"""A warp, and two, one of which has no rows of `up`, in one launch."""
+
 WIDE_PLANS = [
     GroupedPlan(tiles=2, warps=4, depth=3, blocks=1, wide=True),
     GroupedPlan(tiles=4, warps=4, depth=2, blocks=1, wide=True),
@@ -211,6 +214,35 @@ def test_blocks_walk_over_items(monkeypatch, randn, generator, weight_format, nu
     monkeypatch.setattr(cuda_grouped, "MAX_EARLY_BYTES", 2**18)
     assert torch.equal(case.run(PLANS[0]), expected_TD)
     case.check(expected_TD)
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("plan", ONE_TILE_PLANS, ids=str)
+@pytest.mark.parametrize("num_sms", [1, 3, 132])
+@pytest.mark.usefixtures("kernels", "poisoned")
+def test_one_launch_has_the_bits_of_three(
+    monkeypatch, randn, generator, weight_format, residual_dtype, plan, num_sms
+):
+    """Experts of two tiles and without tokens, warps without rows, tokens of one expert twice."""
+    dim, hidden = SHAPES[weight_format]
+    case = Case(
+        randn,
+        distinct_ids(generator, 26, 6, 3) % 4,
+        E=6,
+        D=dim,
+        hidden=hidden,
+        weight_format=weight_format,
+        residual_dtype=residual_dtype,
+    )
+    monkeypatch.setattr(cuda_grouped, "NUM_SMS", num_sms)
+    monkeypatch.setattr(cuda_grouped, "MAX_EARLY_BYTES", 2**18)
+    together_TD = case.run(plan)
+    case.check(together_TD)
+    assert torch.equal(case.run(plan), together_TD), "counters are zero again"
+    assert not bool(cuda_grouped._progress(together_TD.device).any())
+    monkeypatch.setattr(cuda_grouped, "has_both", lambda *_: False)
+    assert torch.equal(case.run(plan), together_TD)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -474,21 +474,19 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     }
 }
 
-// out_d = residual_d + sum_k weight_k y[t * K + k]_d, k in order; a block is a token, a thread 8
-// features at a time. Sets `progress` of `grouped_both_kernel` back to zero.
-// Bytes: 2 * A * D of y, mostly from L2, and 2 * T * D * itemsize.
-__global__ void __launch_bounds__(256)
-    combine_kernel(const u16* y, const float* topk_weight, const void* residual,
-                   i64 residual_stride, void* out, int residual_is_bf16, int top_k, int dim,
-                   int* progress, int num_progress) {
-    launch_dependents();
-    wait_for_previous_kernels();
-    if (blockIdx.x == 0)
-        for (int i = threadIdx.x; i < num_progress; i += blockDim.x) progress[i] = 0;
-    const int token = blockIdx.x, units = dim / 8;
-    const float* weight = topk_weight + (i64)token * top_k;
-    for (int u = threadIdx.x; u < units; u += blockDim.x) {
-        const i64 from = token * residual_stride + u * 8, to = (i64)token * dim + u * 8;
+// Outputs of experts and what joins them: out_d = residual_d + sum_k weight_k y[t * K + k]_d, k in
+// order.
+struct Joined {
+    const u16* y;
+    const float* topk_weight;
+    const void* residual;
+    i64 residual_stride;
+    void* out;
+    int residual_is_bf16, top_k, dim;
+
+    // 8 features from `feature` on.
+    INLINE void join(int token, int feature) const {
+        const i64 from = token * residual_stride + feature, to = (i64)token * dim + feature;
         float sum[8] = {}, before[8];
         // Asked for first, so that it comes with the others.
         if (residual_is_bf16) {
@@ -501,10 +499,11 @@ __global__ void __launch_bounds__(256)
             before[0] = a.x, before[1] = a.y, before[2] = a.z, before[3] = a.w;
             before[4] = b.x, before[5] = b.y, before[6] = b.z, before[7] = b.w;
         }
-        const uint4* row = reinterpret_cast<const uint4*>(y + (i64)token * top_k * dim) + u;
+        const float* weight = topk_weight + (i64)token * top_k;
+        const uint4* row = reinterpret_cast<const uint4*>(y + (i64)token * top_k * dim + feature);
 #pragma unroll 8
         for (int k = 0; k < top_k; ++k) {
-            const uint4 v = load_from_l2(row + (i64)k * units);
+            const uint4 v = load_from_l2(row + (i64)k * (dim / 8));
             const float w = load_from_l2(weight + k);
             float value[8];
             unpack8(value, v);
@@ -523,6 +522,21 @@ __global__ void __launch_bounds__(256)
             o[1] = {sum[4], sum[5], sum[6], sum[7]};
         }
     }
+};
+
+// A block is a token, a thread 8 features at a time. With `progress`, sets that of
+// `grouped_both_kernel` back to zero. Bytes: 2 * A * D of y, mostly from L2, and 2 * T * D * itemsize.
+__global__ void __launch_bounds__(256)
+    combine_kernel(const u16* y, const float* topk_weight, const void* residual,
+                   i64 residual_stride, void* out, int residual_is_bf16, int top_k, int dim,
+                   int* progress, int num_progress) {
+    launch_dependents();
+    wait_for_previous_kernels();
+    if (blockIdx.x == 0)
+        for (int i = threadIdx.x; i < num_progress; i += blockDim.x) progress[i] = 0;
+    const Joined joined = {y,   topk_weight,      residual, residual_stride,
+                           out, residual_is_bf16, top_k,    dim};
+    for (int f = threadIdx.x * 8; f < dim; f += blockDim.x * 8) joined.join(blockIdx.x, f);
 }
 
 #include "grouped_both.cuh"

@@ -29,7 +29,7 @@ MAX_EARLY_BYTES = 40 * 10**6
 """Of weights that `up` asks for before it knows the experts, so that L2, of 50 MB, holds them: 7 us
 a layer of a batch of 32 of qwen3-30b-a3b in FP8 (benchmarks/plans/h200-steps.json)."""
 
-MAX_PROGRESS = 2048
+MAX_PROGRESS = 2**16
 """Numbers that count progress of `grouped_both_kernel`: one, and one for each tile."""
 
 NUM_STAGES = 3
@@ -167,7 +167,11 @@ def grouped(
         for plan, weight in ((up_plan, gate_up), (down_plan, down))
     )
     if has_both(up_plan, down_plan):
-        y_AD = launch_both(routing, gate_up, down, plan=up_plan, pdl=pdl)
+        y_AD = launch_both(
+            routing, gate_up, down, residual_TD=residual_TD if JOINS else None, plan=up_plan, pdl=pdl
+        )
+        if JOINS:
+            return y_AD
     else:
         act_AF = launch_up(routing, gate_up, plan=up_plan, is_act_wide=down_plan.wide, pdl=pdl)
         y_AD = launch_down(routing, act_AF, down, plan=down_plan, pdl=pdl)
@@ -180,28 +184,38 @@ def has_both(up_plan: GroupedPlan, down_plan: GroupedPlan) -> bool:
 
 
 IS_BOTH = True
+JOINS = True
 
 
 def launch_both(
-    routing: Routing, gate_up: Weight, down: Weight, *, plan: GroupedPlan, pdl: bool = True
+    routing: Routing,
+    gate_up: Weight,
+    down: Weight,
+    *,
+    residual_TD: torch.Tensor | None,
+    plan: GroupedPlan,
+    pdl: bool = True,
 ) -> torch.Tensor:
-    """down silu(gate h) * (up h) of each assignment, at its own place: bfloat16 [A, D]; one launch.
+    """`grouped` in one launch: [T, D] of the residual's dtype.
 
-    `launch_combine` must follow: both share what counts progress, one launch on a device at a time;
-    the first one, outside of any graph capture, allocates it.
+    Launches on one device must follow one another: they share counters, which return to zero; the
+    first one, outside of any graph capture, allocates them.
     """
     num_experts, double_hidden, dim = gate_up.shape
     hidden, (num_tokens, top_k) = double_hidden // 2, routing.topk_id_TK.shape
     num_assignments, device = num_tokens * top_k, routing.h_TD.device
     new = functools.partial(torch.empty, dtype=torch.bfloat16, device=device)
     act_AF, y_AD = new(num_assignments, hidden), new(num_assignments, dim)
+    out_TD = None
+    if residual_TD is not None:
+        out_TD = torch.empty(num_tokens, dim, dtype=residual_TD.dtype, device=device)
+    max_tiles = _max_tiles(num_assignments, num_experts, plan)
     parts = -(-hidden // (UP_ROWS * plan.warps)) + -(-dim // (DOWN_ROWS * plan.warps))
-    max_items = _max_tiles(num_assignments, num_experts, plan) * parts
-    num_blocks = min(max_items, NUM_SMS * plan.blocks)
+    num_blocks = min(max_tiles * parts, NUM_SMS * plan.blocks)
     row_bytes = dim // FORMATS[gate_up.format].codes * 16
     runtime.launch(
         "grouped.cu",
-        both_kernel_name(gate_up.format, plan),
+        both_kernel_name(gate_up.format, plan, joins=residual_TD is not None),
         (num_blocks,),
         32 * plan.warps,
         (
@@ -215,17 +229,23 @@ def launch_both(
             act_AF,
             y_AD,
             _progress(device),
+            max_tiles,
             num_experts,
             top_k,
             dim,
             hidden,
             _early_bytes(num_blocks, num_assignments, num_experts, row_bytes, plan) if pdl else 0,
+            routing.topk_weight_TK,
+            residual_TD,
+            ctypes.c_int64(0 if residual_TD is None else residual_TD.stride(0)),
+            out_TD,
+            int(residual_TD is not None and residual_TD.dtype == torch.bfloat16),
         ),
         device=device,
-        shared_bytes=plan.shared_bytes(FORMATS[gate_up.format], num_experts) + 4,
+        shared_bytes=plan.shared_bytes(FORMATS[gate_up.format], num_experts) + 8,
         pdl=pdl,
     )
-    return y_AD
+    return y_AD if out_TD is None else out_TD
 
 
 @functools.cache
@@ -353,7 +373,7 @@ def launch_combine(
             routing.topk_id_TK.shape[1],
             dim,
             _progress(residual_TD.device),
-            MAX_PROGRESS,
+            2048 if IS_BOTH and not JOINS else 0,
         ),
         device=residual_TD.device,
         pdl=pdl,
@@ -419,9 +439,9 @@ def _max_tiles(num_assignments: int, num_experts: int, plan: GroupedPlan) -> int
     return num_assignments // plan.columns + min(num_experts, num_assignments)
 
 
-def both_kernel_name(weight_format: str, plan: GroupedPlan) -> str:
+def both_kernel_name(weight_format: str, plan: GroupedPlan, *, joins: bool) -> str:
     struct = FORMATS[weight_format].struct
-    parameters = (struct, plan.tiles, plan.warps, plan.depth, plan.blocks)
+    parameters = (struct, plan.tiles, plan.warps, plan.depth, plan.blocks, str(joins).lower())
     return f"grouped_both_kernel<{', '.join(map(str, parameters))}>"
 
 

@@ -7,11 +7,11 @@
 #ifndef SUBTEN_GROUPED_BOTH_CUH
 #define SUBTEN_GROUPED_BOTH_CUH
 
-// What blocks of one launch share: the items that have been taken, and of each tile the parts of
-// `up` that have ended. All zero before; `combine_kernel`, which follows, makes them so again.
+// What blocks of one launch share, all zero before and after: the items that have been taken, the
+// blocks that have ended; of each tile the parts of `up` that have ended; and of each token, for each
+// part of its rows, the experts that have.
 struct Progress {
-    int* taken;
-    int* ended;
+    int *taken, *left, *up, *down;
 };
 
 // A tile's part of the rows of one of the products; no tile where `index` is -1.
@@ -30,12 +30,14 @@ struct Item {
 // Bytes: 2 * F and D rows of weights for each expert with tokens; A * D * 2 and A * F * 2 from L2 for
 // each part of the rows. FP8, 32 tokens of qwen3-30b-a3b: 530 MB, 118 us at 4.5 TB/s. A block takes
 // an item's successor when two chunks are left: items taken late share the end out better.
-template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS>
+template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool JOINS>
 __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_both_kernel(const u8* up_codes, const void* up_scale, const u8* down_codes,
                         const void* down_scale, const u16* h, const int* start, const int* order,
-                        u16* act, u16* y, int* progress, int num_experts, int top_k, int dim,
-                        int hidden, int early_bytes) {
+                        u16* act, u16* y, int* progress, int max_tiles, int num_experts,
+                        int top_k, int dim, int hidden, int early_bytes, const float* topk_weight,
+                        const void* residual, i64 residual_stride, void* out,
+                        int residual_is_bf16) {
     DYNAMIC_SHARED(dynamic_shared);
     using Tokens = Product<Format, NT, WARPS, DEPTH, false, false>;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
@@ -55,8 +57,11 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     int* starts = reinterpret_cast<int*>(dynamic_shared + NUM_STAGES * Tokens::STAGE_BYTES);
     Aside<Tokens> aside = {starts + num_experts + 1}, next_aside = aside.other();
     int* taken = next_aside.other().ids;
-    const Progress shared_progress = {progress, progress + 1};
-    if (thread == 0) *taken = take(shared_progress.taken);
+    int* complete = taken + 1;
+    const Progress shared = {progress, progress + 1, progress + 2, progress + 2 + max_tiles};
+    const Joined joined = {y,   topk_weight,      residual, residual_stride,
+                           out, residual_is_bf16, top_k,    dim};
+    if (thread == 0) *taken = take(shared.taken);
     const Tiles tiles(starts, start, num_experts, Tokens::COLUMNS, thread, Tokens::THREADS);
     const int num_up = tiles.num_tiles * up_parts;
     const int num_items = num_up + tiles.num_tiles * down_parts;
@@ -74,6 +79,14 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
         const int own = own_row_of(item);
         return item.is_down ? (i64)item.tile.expert * dim + (own < dim ? own : dim - 32)
                             : (i64)item.tile.expert * 2 * hidden + (own < hidden ? own : hidden - 16);
+    };
+    // The last block to leave makes zeros of what it knows nobody reads any more.
+    auto leave = [&] {
+        if (!JOINS || warp > 0) return;
+        int before = 0;
+        if (lane == 0) before = arrive(shared.left);
+        if (from_lane(before, 0) != gridDim.x - 1) return;
+        for (int i = lane; i < tiles.num_tiles + 2; i += WARP) progress[i] = 0;
     };
     Tokens tokens(dynamic_shared, h, dim, thread);
     Cursor<Format> cursor;
@@ -100,19 +113,19 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     };
 
     Item item = find(*taken), next = item;
-    if (item.index < 0) return;
+    if (item.index < 0) return leave();
     ask(item);
     copy_aside(aside, item);
     end_copies();
     wait_copies<0>();
-    if (item.is_down && thread == 0) wait_until(shared_progress.ended + item.index, up_parts);
+    if (item.is_down && thread == 0) wait_until(shared.up + item.index, up_parts);
     __syncthreads();
     copy_tokens(aside, item);
     for (;; swap(aside, next_aside), item = next) {
         int ahead = 0;
         tokens.run(cursor, item.tile.count, [&](int chunk, int last) {
             if (thread == 0 && chunk == (last > 2 ? last - 2 : 0))
-                ahead = take(shared_progress.taken);
+                ahead = take(shared.taken);
             if (thread == 0 && chunk == (last > 1 ? last - 1 : 0)) *taken = ahead;
             if (chunk < last) return;
             if (last == 0) __syncthreads();
@@ -132,15 +145,31 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
         wait_copies<0>();
         // All has been written, and nobody reads the stages.
         __syncthreads();
-        const bool has_ended_up = !item.is_down && thread == 0;
         if (has_next && !next.is_down) copy_tokens(next_aside, next);
-        if (has_ended_up) arrive(shared_progress.ended + item.index);
-        if (!has_next) return;
-        if (next.is_down) {
-            if (thread == 0) wait_until(shared_progress.ended + next.index, up_parts);
-            __syncthreads();
-            copy_tokens(next_aside, next);
+        if (!item.is_down && thread == 0) arrive(shared.up + item.index);
+        if (JOINS && item.is_down && warp == 0) {
+            bool is_last = false;
+            if (lane < item.tile.count) {
+                const int token = aside.ids[lane] / top_k;
+                int* ended = shared.down + token * down_parts + item.tile.part;
+                is_last = arrive(ended) == top_k - 1;
+                if (is_last) *ended = 0;
+            }
+            const u32 mask = lanes_where(is_last);
+            if (lane == 0) *complete = mask;
         }
+        if (has_next && next.is_down && thread == Tokens::THREADS - 1)
+            wait_until(shared.up + next.index, up_parts);
+        if (item.is_down || next.is_down) __syncthreads();
+        if (has_next && next.is_down) copy_tokens(next_aside, next);
+        if (JOINS && item.is_down) {
+            const int row = item.tile.part * WARPS * 32;
+            for (int c = warp; c < item.tile.count; c += WARPS)
+                if (*complete >> c & 1)
+                    for (int f = row + lane * 8; f < row + WARPS * 32 && f < dim; f += WARP * 8)
+                        joined.join(aside.ids[c] / top_k, f);
+        }
+        if (!has_next) return leave();
     }
 }
 
