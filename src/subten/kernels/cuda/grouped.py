@@ -185,6 +185,7 @@ def has_both(up_plan: GroupedPlan, down_plan: GroupedPlan) -> bool:
 
 IS_BOTH = True
 JOINS = True
+EARLY_WHOLE = True
 
 
 def launch_both(
@@ -234,7 +235,8 @@ def launch_both(
             top_k,
             dim,
             hidden,
-            _early_bytes(num_blocks, num_assignments, num_experts, row_bytes, plan) if pdl else 0,
+            (-1 if EARLY_WHOLE else 1)
+            * (_early_bytes(num_blocks, num_assignments, num_experts, row_bytes, plan) if pdl else 0),
             routing.topk_weight_TK,
             residual_TD,
             ctypes.c_int64(0 if residual_TD is None else residual_TD.stride(0)),

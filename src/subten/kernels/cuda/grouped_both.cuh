@@ -53,6 +53,11 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
         if (e < num_experts && feature < hidden)
             fetch_to_l2(up_codes + row * (dim / Format::CODES * 16), early_bytes);
     }
+    if (early_bytes < 0) {
+        const i64 all_bytes = (i64)num_experts * 2 * hidden * (dim / Format::CODES * 16);
+        const i64 first = (i64)(blockIdx.x * Tokens::THREADS + thread) * -early_bytes;
+        if (first - early_bytes <= all_bytes) fetch_to_l2(up_codes + first, -early_bytes);
+    }
     wait_for_previous_kernels();
     int* starts = reinterpret_cast<int*>(dynamic_shared + NUM_STAGES * Tokens::STAGE_BYTES);
     Aside<Tokens> aside = {starts + num_experts + 1}, next_aside = aside.other();
