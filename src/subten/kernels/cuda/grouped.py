@@ -186,6 +186,7 @@ def has_both(up_plan: GroupedPlan, down_plan: GroupedPlan) -> bool:
 IS_BOTH = True
 JOINS = True
 EARLY_WHOLE = True
+AHEAD = 0
 
 
 def launch_both(
@@ -444,6 +445,8 @@ def _max_tiles(num_assignments: int, num_experts: int, plan: GroupedPlan) -> int
 def both_kernel_name(weight_format: str, plan: GroupedPlan, *, joins: bool) -> str:
     struct = FORMATS[weight_format].struct
     parameters = (struct, plan.tiles, plan.warps, plan.depth, plan.blocks, str(joins).lower())
+    if AHEAD:
+        parameters = (*parameters, AHEAD)
     return f"grouped_both_kernel<{', '.join(map(str, parameters))}>"
 
 
