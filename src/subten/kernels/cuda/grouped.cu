@@ -230,8 +230,8 @@ struct Product : Sums<Format, NT> {
     }
 };
 
-// What a block needs of an item besides weights and tokens, in shared memory, by copies that come
-// with the next group: the assignments of its columns, and the scales of its rows, 32 a warp.
+// What a block needs besides weights and tokens, in shared memory, by copies that come with the next
+// group: the assignments of its columns, and the scales of its rows, 32 a warp.
 template <class Tokens>
 struct Aside {
     int* ids;
@@ -336,74 +336,34 @@ template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE>
 __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_up_kernel(const u8* codes, const void* scale, const u16* h, const int* start,
                       const int* order, u16* act, int num_experts, int top_k, int dim,
-                      int hidden, int early_bytes, int is_act_wide) {
+                      int hidden, int is_act_wide) {
     DYNAMIC_SHARED(dynamic_shared);
     using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, false>;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
-    // While experts are chosen, and nothing else reads memory: where each will have tokens, these
-    // are about the rows that the first items take.
-    if (early_bytes > 0) {
-        const int e = blockIdx.x % num_experts, part = blockIdx.x / num_experts;
-        const int feature = (part * WARPS + warp) * 16 + lane % 16;
-        const i64 row = (i64)e * 2 * hidden + feature + lane / 16 * hidden;
-        if (feature < hidden) fetch_to_l2(codes + row * (dim / Format::CODES * 16), early_bytes);
-    }
     wait_for_previous_kernels();
     // Only now: `grouped_down_kernel` reads the starts before it waits for this kernel, and they
     // are final once a block of this kernel has got past its own wait.
     launch_dependents();
     int* starts = reinterpret_cast<int*>(dynamic_shared + NUM_STAGES * Tokens::STAGE_BYTES);
-    Aside<Tokens> aside = {starts + num_experts + 1}, next_aside = aside.other();
+    const Aside<Tokens> aside = {starts + num_experts + 1};
     const Tiles tiles(starts, start, num_experts, Tokens::COLUMNS, thread, Tokens::THREADS);
-    const int num_items = tiles.num_tiles * ((hidden + 16 * WARPS - 1) / (16 * WARPS));
-    int item = blockIdx.x;
-    if (item >= num_items) return;
-    auto feature_of = [&](const Tile& tile) { return (tile.part * WARPS + warp) * 16; };
-    auto first_row_of = [&](const Tile& tile) {
-        const int own = feature_of(tile);
-        return (i64)tile.expert * 2 * hidden + (own < hidden ? own : hidden - 16);
-    };
-    auto ask = [&](Cursor<Format>& cursor, const Tile& tile) {
-        const i64 row = first_row_of(tile) + lane / 4 * 2;
-        cursor = Cursor<Format>(codes, scale, row, {hidden, 1}, dim, lane);
-    };
-    auto copy_aside = [&](const Aside<Tokens>& to, const Tile& tile) {
-        const i64 row = first_row_of(tile) + lane % 16 + lane / 16 * hidden;
-        to.copy(order, tile, scale_of<Format>(scale, row), thread);
-    };
-    Tile tile = tiles.find(item);
-    Cursor<Format> cursor;
+    if (blockIdx.x >= tiles.num_tiles * ((hidden + 16 * WARPS - 1) / (16 * WARPS))) return;
+    const Tile tile = tiles.find(blockIdx.x);
+    const int own_feature = (tile.part * WARPS + warp) * 16;
+    const i64 first_row =
+        (i64)tile.expert * 2 * hidden + (own_feature < hidden ? own_feature : hidden - 16);
+    Cursor<Format> cursor(codes, scale, first_row + lane / 4 * 2, {hidden, 1}, dim, lane);
     Tokens tokens(dynamic_shared, h, dim, thread);
-    ask(cursor, tile);
     tokens.ask(cursor);
-    copy_aside(aside, tile);
+    aside.copy(order, tile, scale_of<Format>(scale, first_row + lane % 16 + lane / 16 * hidden),
+               thread);
     end_copies();
     wait_copies<0>();
     __syncthreads();
     tokens.copy_first(tile.count, [&](int column) { return aside.ids[column] / top_k; });
-    for (;; swap(aside, next_aside)) {
-        item += gridDim.x;
-        const bool has_next = item < num_items;
-        const Tile next = has_next ? tiles.find(item) : tile;
-        // Nobody ends the item before any more.
-        __syncthreads();
-        if (has_next) copy_aside(next_aside, next);
-        tokens.run(cursor, tile.count);
-
-        // The next item's weights and tokens are on their way while this one ends.
-        if (has_next) {
-            ask(cursor, next);
-            tokens.ask(cursor);
-            wait_copies<0>();
-            __syncthreads();
-            tokens.copy_first(next.count,
-                              [&](int column) { return next_aside.ids[column] / top_k; });
-        }
-        end_up<Format>(tokens.sum, aside.scales() + warp * WARP, tile, feature_of(tile), act, hidden,
-                       is_act_wide, lane);
-        if (!has_next) return;
-        tile = next;
-    }
+    tokens.run(cursor, tile.count);
+    end_up<Format>(tokens.sum, aside.scales() + warp * WARP, tile, own_feature, act, hidden,
+                   is_act_wide, lane);
 }
 
 // y[order[p]] = down_e act[p], bf16 [A, D], back at the place of the assignment. Wide products take
@@ -426,67 +386,41 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     // this one begin after its own wait: so that weights are on their way while it ends.
     if (!has_early_starts) wait_for_previous_kernels();
     int* starts = reinterpret_cast<int*>(dynamic_shared + NUM_STAGES * Tokens::STAGE_BYTES);
-    Aside<Tokens> aside = {starts + num_experts + 1}, next_aside = aside.other();
+    const Aside<Tokens> aside = {starts + num_experts + 1};
     const Tiles tiles(starts, start, num_experts, Tokens::COLUMNS, thread, Tokens::THREADS);
-    const int num_items = tiles.num_tiles * ((dim + 32 * WARPS - 1) / (32 * WARPS));
-    int item = blockIdx.x;
-    if (item >= num_items) {
+    if (blockIdx.x >= tiles.num_tiles * ((dim + 32 * WARPS - 1) / (32 * WARPS))) {
         wait_for_previous_kernels();
         return;
     }
-    auto own_row_of = [&](const Tile& tile) { return (tile.part * WARPS + warp) * 32; };
-    auto first_row_of = [&](const Tile& tile) {
-        const int own = own_row_of(tile);
-        return (i64)tile.expert * dim + (own < dim ? own : dim - 32);
-    };
-    auto ask = [&](Cursor<Format>& cursor, const Tile& tile) {
-        cursor = Cursor<Format>(codes, scale, first_row_of(tile) + lane / 4 * 4, {1, 2}, hidden, lane);
-    };
-    auto copy_aside = [&](const Aside<Tokens>& to, const Tile& tile) {
-        to.copy(order, tile, scale_of<Format>(scale, first_row_of(tile) + lane), thread);
-    };
-    Tile tile = tiles.find(item);
-    Cursor<Format> cursor;
+    const Tile tile = tiles.find(blockIdx.x);
+    const int own_row = (tile.part * WARPS + warp) * 32;
+    const i64 first_row = (i64)tile.expert * dim + (own_row < dim ? own_row : dim - 32);
+    Cursor<Format> cursor(codes, scale, first_row + lane / 4 * 4, {1, 2}, hidden, lane);
     Tokens tokens(dynamic_shared, act, hidden, thread);
-    ask(cursor, tile);
     tokens.ask(cursor);
     wait_for_previous_kernels();
-    copy_aside(aside, tile);
+    aside.copy(order, tile, scale_of<Format>(scale, first_row + lane), thread);
     tokens.copy_first(tile.count, [&](int column) { return tile.first + column; });
-    for (;; swap(aside, next_aside)) {
-        tokens.run(cursor, tile.count);
-
-        // The next item's weights and tokens are on their way while this one ends.
-        item += gridDim.x;
-        const bool has_next = item < num_items;
-        const Tile next = has_next ? tiles.find(item) : tile;
-        if (has_next) {
-            ask(cursor, next);
-            tokens.ask(cursor);
-            __syncthreads();
-            copy_aside(next_aside, next);
-            tokens.copy_first(next.count, [&](int column) { return next.first + column; });
-        }
-        end_down<Format>(tokens.sum, aside.scales() + warp * WARP, aside.ids, tile, own_row_of(tile), y,
-                         dim, lane);
-        if (!has_next) return;
-        tile = next;
-    }
+    tokens.run(cursor, tile.count);
+    end_down<Format>(tokens.sum, aside.scales() + warp * WARP, aside.ids, tile, own_row, y, dim,
+                     lane);
 }
 
-// Outputs of experts and what joins them: out_d = residual_d + sum_k weight_k y[t * K + k]_d, k in
-// order.
-struct Joined {
-    const u16* y;
-    const float* topk_weight;
-    const void* residual;
-    i64 residual_stride;
-    void* out;
-    int residual_is_bf16, top_k, dim;
-
-    // 8 features from `feature` on.
-    INLINE void join(int token, int feature) const {
-        const i64 from = token * residual_stride + feature, to = (i64)token * dim + feature;
+// out_d = residual_d + sum_k weight_k y[t * K + k]_d, k in order; a block is a token, a thread 8
+// features at a time. Sets what `grouped_both_kernel` has counted back to zero.
+// Bytes: 2 * A * D of y, mostly from L2, and 2 * T * D * itemsize.
+__global__ void __launch_bounds__(256)
+    combine_kernel(const u16* y, const float* topk_weight, const void* residual,
+                   i64 residual_stride, void* out, int residual_is_bf16, int top_k, int dim,
+                   int* progress, int num_progress) {
+    launch_dependents();
+    wait_for_previous_kernels();
+    if (blockIdx.x == 0)
+        for (int i = threadIdx.x; i < num_progress; i += blockDim.x) progress[i] = 0;
+    const int token = blockIdx.x, units = dim / 8;
+    const float* weight = topk_weight + (i64)token * top_k;
+    for (int u = threadIdx.x; u < units; u += blockDim.x) {
+        const i64 from = token * residual_stride + u * 8, to = (i64)token * dim + u * 8;
         float sum[8] = {}, before[8];
         // Asked for first, so that it comes with the others.
         if (residual_is_bf16) {
@@ -499,11 +433,10 @@ struct Joined {
             before[0] = a.x, before[1] = a.y, before[2] = a.z, before[3] = a.w;
             before[4] = b.x, before[5] = b.y, before[6] = b.z, before[7] = b.w;
         }
-        const float* weight = topk_weight + (i64)token * top_k;
-        const uint4* row = reinterpret_cast<const uint4*>(y + (i64)token * top_k * dim + feature);
+        const uint4* row = reinterpret_cast<const uint4*>(y + (i64)token * top_k * dim) + u;
 #pragma unroll 8
         for (int k = 0; k < top_k; ++k) {
-            const uint4 v = load_from_l2(row + (i64)k * (dim / 8));
+            const uint4 v = load_from_l2(row + (i64)k * units);
             const float w = load_from_l2(weight + k);
             float value[8];
             unpack8(value, v);
@@ -522,21 +455,6 @@ struct Joined {
             o[1] = {sum[4], sum[5], sum[6], sum[7]};
         }
     }
-};
-
-// A block is a token, a thread 8 features at a time. With `progress`, sets that of
-// `grouped_both_kernel` back to zero. Bytes: 2 * A * D of y, mostly from L2, and 2 * T * D * itemsize.
-__global__ void __launch_bounds__(256)
-    combine_kernel(const u16* y, const float* topk_weight, const void* residual,
-                   i64 residual_stride, void* out, int residual_is_bf16, int top_k, int dim,
-                   int* progress, int num_progress) {
-    launch_dependents();
-    wait_for_previous_kernels();
-    if (blockIdx.x == 0)
-        for (int i = threadIdx.x; i < num_progress; i += blockDim.x) progress[i] = 0;
-    const Joined joined = {y,   topk_weight,      residual, residual_stride,
-                           out, residual_is_bf16, top_k,    dim};
-    for (int f = threadIdx.x * 8; f < dim; f += blockDim.x * 8) joined.join(blockIdx.x, f);
 }
 
 #include "grouped_both.cuh"

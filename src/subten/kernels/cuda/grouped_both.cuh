@@ -7,13 +7,6 @@
 #ifndef SUBTEN_GROUPED_BOTH_CUH
 #define SUBTEN_GROUPED_BOTH_CUH
 
-// What blocks of one launch share, all zero before and after: the items that have been taken, the
-// blocks that have ended; of each tile the parts of `up` that have ended; and of each token, for each
-// part of its rows, the experts that have.
-struct Progress {
-    int *taken, *left, *up, *down;
-};
-
 // A tile's part of the rows of one of the products; no tile where `index` is -1.
 struct Item {
     Tile tile;
@@ -27,46 +20,33 @@ struct Item {
 // Nobody waits before all items of `up` have been taken, each by a block that runs: so that blocks
 // need not all be on the device at once.
 //
+// A block takes an item's successor when two chunks are left: the later, the better the end is shared.
+//
 // Bytes: 2 * F and D rows of weights for each expert with tokens; A * D * 2 and A * F * 2 from L2 for
-// each part of the rows. FP8, 32 tokens of qwen3-30b-a3b: 530 MB, 118 us at 4.5 TB/s. A block takes
-// an item's successor when two chunks are left: items taken late share the end out better.
-template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool JOINS, int AHEAD = 0>
+// each part of the rows. FP8, 32 tokens of qwen3-30b-a3b, with `combine_kernel`: 554 MB in 137 us on
+// an H200, 125 us at the 4.44 TB/s that only reading gave (h200-grouped-both.json).
+template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS>
 __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_both_kernel(const u8* up_codes, const void* up_scale, const u8* down_codes,
                         const void* down_scale, const u16* h, const int* start, const int* order,
-                        u16* act, u16* y, int* progress, int max_tiles, int num_experts,
-                        int top_k, int dim, int hidden, int early_bytes, const float* topk_weight,
-                        const void* residual, i64 residual_stride, void* out,
-                        int residual_is_bf16) {
+                        u16* act, u16* y, int* progress, int num_experts, int top_k, int dim,
+                        int hidden, int early_bytes) {
     DYNAMIC_SHARED(dynamic_shared);
     using Tokens = Product<Format, NT, WARPS, DEPTH, false, false>;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     const int up_parts = (hidden + 16 * WARPS - 1) / (16 * WARPS);
     const int down_parts = (dim + 32 * WARPS - 1) / (32 * WARPS);
     launch_dependents();
-    // While experts are chosen, and nothing else reads memory: where each will have tokens, these
-    // are about the rows that the first items take.
-    if (early_bytes > 0) {
-        const int e = blockIdx.x / up_parts, part = blockIdx.x % up_parts;
-        const int feature = (part * WARPS + warp) * 16 + lane % 16;
-        const i64 row = (i64)e * 2 * hidden + feature + lane / 16 * hidden;
-        if (e < num_experts && feature < hidden)
-            fetch_to_l2(up_codes + row * (dim / Format::CODES * 16), early_bytes);
-    }
-    if (early_bytes < 0) {
-        const i64 all_bytes = (i64)num_experts * 2 * hidden * (dim / Format::CODES * 16);
-        const i64 first = (i64)(blockIdx.x * Tokens::THREADS + thread) * -early_bytes;
-        if (first - early_bytes <= all_bytes) fetch_to_l2(up_codes + first, -early_bytes);
-    }
+    // While experts are chosen, and nothing else reads memory: all of the first experts, for some of
+    // the first items, so that others have the memory while these are read from L2.
+    const i64 early_end = (i64)(blockIdx.x * Tokens::THREADS + thread + 1) * early_bytes;
+    if (early_bytes > 0 && early_end <= (i64)num_experts * 2 * hidden * dim / Format::CODES * 16)
+        fetch_to_l2(up_codes + early_end - early_bytes, early_bytes);
     wait_for_previous_kernels();
     int* starts = reinterpret_cast<int*>(dynamic_shared + NUM_STAGES * Tokens::STAGE_BYTES);
     Aside<Tokens> aside = {starts + num_experts + 1}, next_aside = aside.other();
-    int* taken = next_aside.other().ids;
-    int* complete = taken + 1;
-    const Progress shared = {progress, progress + 1, progress + 2, progress + 2 + max_tiles};
-    const Joined joined = {y,   topk_weight,      residual, residual_stride,
-                           out, residual_is_bf16, top_k,    dim};
-    if (thread == 0) *taken = take(shared.taken);
+    int *next_number = next_aside.other().ids, *ended = progress + 1;
+    if (thread == 0) *next_number = take(progress);
     const Tiles tiles(starts, start, num_experts, Tokens::COLUMNS, thread, Tokens::THREADS);
     const int num_up = tiles.num_tiles * up_parts;
     const int num_items = num_up + tiles.num_tiles * down_parts;
@@ -85,14 +65,6 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
         return item.is_down ? (i64)item.tile.expert * dim + (own < dim ? own : dim - 32)
                             : (i64)item.tile.expert * 2 * hidden + (own < hidden ? own : hidden - 16);
     };
-    // The last block to leave makes zeros of what it knows nobody reads any more.
-    auto leave = [&] {
-        if (!JOINS || warp > 0) return;
-        int before = 0;
-        if (lane == 0) before = arrive(shared.left);
-        if (from_lane(before, 0) != gridDim.x - 1) return;
-        for (int i = lane; i < tiles.num_tiles + 2; i += WARP) progress[i] = 0;
-    };
     Tokens tokens(dynamic_shared, h, dim, thread);
     Cursor<Format> cursor;
     auto ask = [&](const Item& item) {
@@ -104,9 +76,6 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
                                 rows, inputs, lane);
         tokens.take_inputs(is_down ? act : h, inputs);
         tokens.ask(cursor);
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i)
-            if ((i + 1) * DEPTH < tokens.num_blocks) cursor.fetch(i * DEPTH * 64, lane);
     };
     auto copy_aside = [&](const Aside<Tokens>& to, const Item& item) {
         const i64 row =
@@ -120,25 +89,24 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
         });
     };
 
-    Item item = find(*taken), next = item;
-    if (item.index < 0) return leave();
+    Item item = find(*next_number), next = item;
+    if (item.index < 0) return;
     ask(item);
     copy_aside(aside, item);
     end_copies();
     wait_copies<0>();
-    if (item.is_down && thread == 0) wait_until(shared.up + item.index, up_parts);
+    if (item.is_down && thread == 0) wait_until(ended + item.index, up_parts);
     __syncthreads();
     copy_tokens(aside, item);
     for (;; swap(aside, next_aside), item = next) {
-        int ahead = 0;
+        int number = 0;
         tokens.run(cursor, item.tile.count, [&](int chunk, int last) {
-            if (AHEAD > 0 && chunk + AHEAD < last) cursor.fetch(AHEAD * DEPTH * 64, lane);
-            if (thread == 0 && chunk == (last > 2 ? last - 2 : 0))
-                ahead = take(shared.taken);
-            if (thread == 0 && chunk == (last > 1 ? last - 1 : 0)) *taken = ahead;
+            // A chunk between, so that nobody waits for the answer.
+            if (thread == 0 && chunk == (last > 2 ? last - 2 : 0)) number = take(progress);
+            if (thread == 0 && chunk == (last > 1 ? last - 1 : 0)) *next_number = number;
             if (chunk < last) return;
             if (last == 0) __syncthreads();
-            next = find(*taken);
+            next = find(*next_number);
             if (next.index >= 0) copy_aside(next_aside, next);
         });
         // The next item's weights are on their way while this one ends.
@@ -155,30 +123,13 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
         // All has been written, and nobody reads the stages.
         __syncthreads();
         if (has_next && !next.is_down) copy_tokens(next_aside, next);
-        if (!item.is_down && thread == 0) arrive(shared.up + item.index);
-        if (JOINS && item.is_down && warp == 0) {
-            bool is_last = false;
-            if (lane < item.tile.count) {
-                const int token = aside.ids[lane] / top_k;
-                int* ended = shared.down + token * down_parts + item.tile.part;
-                is_last = arrive(ended) == top_k - 1;
-                if (is_last) *ended = 0;
-            }
-            const u32 mask = lanes_where(is_last);
-            if (lane == 0) *complete = mask;
+        if (!item.is_down && thread == 0) arrive(ended + item.index);
+        if (!has_next) return;
+        if (next.is_down) {
+            if (thread == 0) wait_until(ended + next.index, up_parts);
+            __syncthreads();
+            copy_tokens(next_aside, next);
         }
-        if (has_next && next.is_down && thread == Tokens::THREADS - 1)
-            wait_until(shared.up + next.index, up_parts);
-        if (item.is_down || next.is_down) __syncthreads();
-        if (has_next && next.is_down) copy_tokens(next_aside, next);
-        if (JOINS && item.is_down) {
-            const int row = item.tile.part * WARPS * 32;
-            for (int c = warp; c < item.tile.count; c += WARPS)
-                if (*complete >> c & 1)
-                    for (int f = row + lane * 8; f < row + WARPS * 32 && f < dim; f += WARP * 8)
-                        joined.join(aside.ids[c] / top_k, f);
-        }
-        if (!has_next) return leave();
     }
 }
 
