@@ -154,10 +154,10 @@ def grouped(
 ) -> torch.Tensor:
     """`experts` for a routing with its order: [T, D] of the residual's dtype.
 
-    At one tile in two launches, else in three. The output of each expert is rounded to bfloat16, as its hidden activation is; sums are FP32 in
-    a fixed order. `suits` says what it takes. Launches on one device must follow one another: they
-    share counters, which return to zero; the first one, outside of any graph capture, allocates
-    them.
+    At one tile in two launches, else in three. The output of each expert is rounded to bfloat16, as
+    its hidden activation is; sums are FP32 in a fixed order. `suits` says what it takes. Launches
+    on one device must follow one another: they share counters, which return to zero; the first one,
+    outside of any graph capture, allocates them.
     """
     num_assignments, num_experts = routing.topk_id_TK.numel(), gate_up.shape[0]
     has_wide = _has_wide(residual_TD.device)
