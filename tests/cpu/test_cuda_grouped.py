@@ -39,7 +39,8 @@ PLANS = [
 
 WIDE_PLANS = [
     GroupedPlan(tiles=2, warps=4, depth=3, blocks=1, wide=True),
-    GroupedPlan(tiles=4, warps=4, depth=2, blocks=1, wide=True),
+    GroupedPlan(tiles=4, warps=4, depth=2, blocks=1, wide=True, ahead=1),
+    GroupedPlan(tiles=4, warps=4, depth=2, blocks=1, wide=True, ahead=3),
     GroupedPlan(tiles=6, warps=8, depth=1, blocks=1, wide=True),
 ]
 """And these, of FP8: tensor cores that read the tokens; the third has warps without rows."""

@@ -65,13 +65,18 @@ struct Tiles {
 //   inputs 2 i and 2 i + 1 (4 bytes) of a token:  word i / 8 of unit i % 8
 //
 // With IN_PLACE they lie like that in memory already; without, copies put them there, 4 bytes each.
-template <class Format, int NT, int WARPS, int DEPTH, bool WIDE, bool IN_PLACE>
+//
+// With AHEAD the weights of a chunk of DEPTH blocks are asked of L2 so many chunks before they are
+// loaded: what a warp has on its way in registers does not cover what memory takes to answer.
+template <class Format, int NT, int WARPS, int DEPTH, bool WIDE, bool IN_PLACE, int AHEAD>
 struct Product : Sums<Format, NT> {
     using Sums<Format, NT>::UNITS;
     using Sums<Format, NT>::BLOCK_BYTES;
     using Sums<Format, NT>::sum;
     static constexpr int THREADS = WARP * WARPS, COLUMNS = 8 * NT;
     static constexpr int STAGE_UNITS = DEPTH * 4 * UNITS;     // of a token in a stage
+    static constexpr int CHUNK_BYTES = DEPTH * 64;            // of a row of weights
+    static_assert(AHEAD == 0 || CHUNK_BYTES == 128, "a chunk of a row is a line");
     static constexpr int ROW_BYTES = DEPTH * BLOCK_BYTES / 128 * 128 + 64 +
                                      (DEPTH * BLOCK_BYTES % 128 ? 128 : 0);
     static constexpr int WIDE_BYTES = COLUMNS * 128;  // 64 inputs of all tokens
@@ -100,6 +105,9 @@ struct Product : Sums<Format, NT> {
 #pragma unroll
         for (int s = 0; s < DEPTH; ++s)
             if (s < num_blocks) cursor.load(ring[s]);
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i)
+            if ((i + 1) * DEPTH < num_blocks) cursor.fetch(i * CHUNK_BYTES, thread);
     }
 
     // Starts the first copies of columns, rows of `x`, `row_of(column)` saying which. Nobody may
@@ -172,6 +180,8 @@ struct Product : Sums<Format, NT> {
             __syncthreads();
             copy();
             const int left = num_blocks - chunk * DEPTH;
+            if (AHEAD > 0 && left > (AHEAD + 1) * DEPTH)
+                cursor.fetch(AHEAD * CHUNK_BYTES, thread);
 #pragma unroll
             for (int s = 0; s < DEPTH; ++s) {
                 if (s >= left) break;
@@ -268,13 +278,13 @@ INLINE void store_pair(u16* to, float low, float high) {
 // FP8, 512 tokens of qwen3-30b-a3b: 403 MB, 90 us at 4.5 TB/s. For 128 inputs and 48 tokens a warp
 // has 445 instructions (SASS; 96 of them `mma`), or 368 with WIDE (16 of them `wgmma`), and its
 // share of the memory's time is 820 cycles.
-template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE>
+template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE, int AHEAD = 0>
 __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_up_kernel(const u8* codes, const void* scale, const u16* h, const int* start,
                       const int* order, u16* act, int num_experts, int top_k, int dim,
                       int hidden, int early_bytes, int is_act_wide) {
     DYNAMIC_SHARED(dynamic_shared);
-    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, false>;
+    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, false, AHEAD>;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     // While experts are chosen, and nothing else reads memory: where each will have tokens, these
     // are about the rows that the first items take.
@@ -369,13 +379,13 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
 //
 // Bytes: D rows of weights for each expert with tokens, A * F * 2 from L2 for each part of the
 // rows, A * D * 2 of y.
-template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE>
+template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE, int AHEAD = 0>
 __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_down_kernel(const u8* codes, const void* scale, const u16* act, const int* start,
                         const int* order, u16* y, int num_experts, int dim, int hidden,
                         int has_early_starts) {
     DYNAMIC_SHARED(dynamic_shared);
-    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, true>;
+    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, true, AHEAD>;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     launch_dependents();
     // Starts and weights may be read here if the kernel before is `grouped_up_kernel`, which lets

@@ -59,7 +59,8 @@ class GroupedPlan:
     A block takes up to 8 * `tiles` tokens of an expert and 32 rows of weights for each of its
     `warps`; a warp keeps 2 * `depth` KiB of weights in flight; `blocks` of them fit an SM, by
     registers, and at one tile so many an SM are launched, each taking one item after another. With
-    `wide` tensor cores read the tokens from shared memory by themselves, for four warps at once.
+    `wide` tensor cores read the tokens from shared memory by themselves, for four warps at once; L2
+    is then asked for weights `ahead` chunks of 128 bytes a row before they are loaded.
     """
 
     tiles: int
@@ -67,6 +68,7 @@ class GroupedPlan:
     depth: int
     blocks: int
     wide: bool = False
+    ahead: int = 0
 
     @property
     def columns(self) -> int:
@@ -338,5 +340,6 @@ def _num_blocks(
 
 def kernel_name(kernel: str, weight_format: str, plan: GroupedPlan) -> str:
     struct = FORMATS[weight_format].struct
-    parameters = (struct, plan.tiles, plan.warps, plan.depth, plan.blocks, str(plan.wide).lower())
+    wide = ("true", plan.ahead) if plan.wide else ("false",)
+    parameters = (struct, plan.tiles, plan.warps, plan.depth, plan.blocks, *wide)
     return f"{kernel}<{', '.join(map(str, parameters))}>"

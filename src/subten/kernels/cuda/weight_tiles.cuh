@@ -110,6 +110,13 @@ struct Cursor {
         codes += 64;
         scale += 1;
     }
+
+    // Asks L2 for the lines of the warp's rows `bytes` on from what is loaded next: a lane has one of
+    // the four rows that it reads with three others.
+    INLINE void fetch(int bytes, int lane) const {
+        const int own = (lane & 1 ? high : 0) + (lane & 2 ? next : 0) - lane % 4 * 16;
+        fetch_line(codes + own + bytes);
+    }
 };
 
 // Sums of a warp's 32 rows and up to 8 * NT columns, to be multiplied by UNIT of the format.
