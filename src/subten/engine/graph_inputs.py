@@ -22,6 +22,9 @@ Step = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 """Runs a step on what the fixed inputs hold: logits_SV float32, and token_S int64."""
 
 
+CAPTURE_PRIORITY = 0
+
+
 def capture_cuda_graph(step: Step, *, cuts: Iterable[nn.Module] = ()) -> Step:
     """Record `step` as CUDA graphs; the result replays them and returns the same tensors.
 
@@ -29,7 +32,7 @@ def capture_cuda_graph(step: Step, *, cuts: Iterable[nn.Module] = ()) -> Step:
     at the first while the host launches the next. Runs `step` before, as kernels compile and
     workspaces come to be at their first launch.
     """
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream(priority=CAPTURE_PRIORITY)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):

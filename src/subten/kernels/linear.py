@@ -5,10 +5,13 @@ Letters: T tokens, N output features, K inputs, R rows of a chunk of the weight.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
+from subten.kernels.attend_tiles import num_sms
 from subten.kernels.cpu_linear import cpu_linear
 from subten.kernels.norm_rope import rms_norm, rms_norm_torch
 from subten.kernels.triton_shim import tl, triton, triton_jit
@@ -188,16 +191,102 @@ def _product(h_TK: torch.Tensor, w_RK: torch.Tensor, out_dtype: torch.dtype) -> 
     return cpu_linear(h_TK, w_RK)
 
 
+class Beside:
+    """Weights that are unpacked while other work runs, each for one `linear` of many tokens."""
+
+    def __init__(self, weights: list[Weight]) -> None:
+        self._weights = weights
+        self._values: dict[int, torch.Tensor] = {}
+
+    def start(self) -> None:
+        """Unpack them beside the launches from here on, until `join`."""
+        device = self._weights[0].codes.device
+        side = _side_stream(device)
+        # Memory of the stream that will read it: what has used it before has ended where `side`
+        # begins.
+        self._values = {
+            id(weight): torch.empty(weight.shape, dtype=weight.dtype, device=device)
+            for weight in self._weights
+        }
+        side.wait_stream(torch.cuda.current_stream(device))
+        programs = SIDE_PROGRAMS * num_sms(device) if SIDE_PROGRAMS else None
+        with torch.cuda.stream(side):
+            for weight in self._weights:
+                w_NK = self._values[id(weight)]
+                _unpack(
+                    weight, slice(0, len(w_NK)), w_NK, block_r=SIDE_ROWS, most_programs=programs
+                )
+
+    def join(self) -> None:
+        """Let the launches from here on come after what was started."""
+        device = self._weights[0].codes.device
+        torch.cuda.current_stream(device).wait_stream(_side_stream(device))
+
+    def take(self, weight: Weight) -> Weight:
+        """A weight in the dtype of its layer, once; itself where it is not unpacked."""
+        values = self._values.pop(id(weight), None)
+        return weight if values is None else Weight.of(values)
+
+
+SIDE_TOKENS = 64
+"""Tokens from which every backend unpacks a weight whole."""
+
+SIDE_ROWS = 32
+SIDE_PROGRAMS = 4
+
+
+def unpack_beside(weights: Iterable[Weight], num_tokens: int) -> Beside | None:
+    """Those of `weights` that `linear` of so many tokens would unpack whole, none of them started.
+
+    Within a graph capture alone, where it costs no host's time; None where there are none. What is
+    started must be joined before the capture ends.
+    """
+    if num_tokens < SIDE_TOKENS:
+        return None
+    packed = [
+        weight
+        for weight in weights
+        if weight.scale is not None
+        and weight.codes.device.type == "cuda"
+        and chunk_rows(weight.in_features, weight.codes.device) >= weight.shape[0]
+    ]
+    if not packed:
+        return None
+    _side_stream(packed[0].codes.device)  # made before there is a capture
+    return Beside(packed) if torch.cuda.is_current_stream_capturing() else None
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 def _unpacked(weight: Weight, rows: slice) -> torch.Tensor:
     """Rows of the weight in its dtype: a view for `none`, else one launch into a new tensor."""
     if weight.scale is None:
         return weight.codes[rows]
+    shape = (rows.stop - rows.start, weight.in_features)
+    w_RK = torch.empty(shape, dtype=weight.dtype, device=weight.codes.device)
+    _unpack(weight, rows, w_RK)
+    return w_RK
+
+
+def _unpack(
+    weight: Weight,
+    rows: slice,
+    w_RK: torch.Tensor,
+    *,
+    block_r: int = 16,
+    most_programs: int | None = None,
+) -> None:
+    """Write rows of a quantised weight to `w_RK`; one launch."""
+    assert weight.scale is not None, weight.format
     codes_RB, scale_RG = weight.storage[rows], weight.scale[rows]
-    num_rows, num_in = codes_RB.shape[0], weight.in_features
-    w_RK = torch.empty(num_rows, num_in, dtype=weight.dtype, device=codes_RB.device)
-    # 16 bytes a thread; a tile of int4 lies within a group.
+    num_rows, num_in = w_RK.shape
+    # 16 bytes a thread for 16 rows; a tile of int4 lies within a group.
     block_k = 128 if weight.format == "fp8" else weight.group
-    _unpack_kernel[(triton.cdiv(num_rows, 16), triton.cdiv(num_in, block_k))](
+    num_tiles = triton.cdiv(num_rows, block_r) * triton.cdiv(num_in, block_k)
+    _unpack_kernel[(min(num_tiles, most_programs or num_tiles),)](
         codes_RB,
         scale_RG,
         w_RK,
@@ -206,11 +295,10 @@ def _unpacked(weight: Weight, rows: slice) -> torch.Tensor:
         K=num_in,
         GROUP=weight.group,
         LOAD_CODES=WEIGHT_FORMATS[weight.format].loader(codes_RB.device),
-        BLOCK_R=16,
+        BLOCK_R=block_r,
         BLOCK_K=block_k,
         num_warps=4,
     )
-    return w_RK
 
 
 # out = residual + bias + h @ W.T for up to BLOCK_T tokens, h = x * norm / rms(x) rounded to the
@@ -301,7 +389,8 @@ def _linear_kernel(
     tl.store(out_at, y_TN.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-# w = code * scale, rounded to the dtype of the layer. Reads the packed bytes, writes R * K numbers.
+# w = code * scale, rounded to the dtype of the layer. Reads the packed bytes, writes R * K numbers;
+# a program takes one tile after another.
 @triton_jit
 def _unpack_kernel(
     codes_ptr: tl.tensor,
@@ -316,11 +405,14 @@ def _unpack_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    first = tl.program_id(1) * BLOCK_K
-    inside_r = r < num_rows
-    codes_RK = LOAD_CODES(codes_ptr, row_offset(r, stride_r), first, inside_r, stride_k, K, BLOCK_K)
-    w_RK = codes_RK * load_scale(scale_ptr, r, first, inside_r, K, GROUP)[:, None]
-    k = first + tl.arange(0, BLOCK_K)
-    at = w_ptr + row_offset(r, K)[:, None] + k[None, :]
-    tl.store(at, w_RK.to(w_ptr.dtype.element_ty), mask=inside_r[:, None] & (k < K)[None, :])
+    tiles_k = tl.cdiv(K, BLOCK_K)
+    for tile in range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_R) * tiles_k, tl.num_programs(0)):
+        r = tile // tiles_k * BLOCK_R + tl.arange(0, BLOCK_R)
+        first = tile % tiles_k * BLOCK_K
+        inside = r < num_rows
+        row = row_offset(r, stride_r)
+        codes_RK = LOAD_CODES(codes_ptr, row, first, inside, stride_k, K, BLOCK_K)
+        w_RK = codes_RK * load_scale(scale_ptr, r, first, inside, K, GROUP)[:, None]
+        k = first + tl.arange(0, BLOCK_K)
+        at = w_ptr + row_offset(r, K)[:, None] + k[None, :]
+        tl.store(at, w_RK.to(w_ptr.dtype.element_ty), mask=inside[:, None] & (k < K)[None, :])

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from subten.kernels import Ops
+from subten.kernels.linear import Beside
 from subten.kernels.weight_formats import Weight
 
 
@@ -65,11 +66,15 @@ class Linear(nn.Module):
         norm_weight_K: torch.Tensor | None = None,
         eps: float = 0.0,
         residual_TN: torch.Tensor | None = None,
+        beside: Beside | None = None,
     ) -> torch.Tensor:
-        """x_TK [T, K] -> [T, N], in the residual's dtype or the layer's; see `kernels.linear`."""
+        """x_TK [T, K] -> [T, N], in the residual's dtype or the layer's; see `kernels.linear`.
+
+        `beside` may hold the weight unpacked already.
+        """
         return self.ops.linear(  # type: ignore[no-any-return]
             x_TK,
-            self.weight,
+            self.weight if beside is None else beside.take(self.weight),
             bias_N=self.bias,
             norm_weight_K=norm_weight_K,
             eps=eps,
