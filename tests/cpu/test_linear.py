@@ -198,6 +198,16 @@ def test_the_twin_adds_nothing_to_a_plain_product(randn: Callable[..., torch.Ten
     assert torch.equal(case.run(linear_torch), expected)
 
 
+@pytest.mark.triton
+@pytest.mark.parametrize("weight_format", ["fp8", "int4"])
+@pytest.mark.parametrize("most_programs", [1, 3, 100])
+def test_few_programs_unpack_all_tiles(randn, weight_format, most_programs):
+    weight = Weight.of(randn(75, 256).bfloat16(), weight_format, search=False)
+    w_NK = torch.full((75, 256), torch.nan, dtype=torch.bfloat16, device=weight.codes.device)
+    linear_module._unpack(weight, slice(0, 75), w_NK, block_r=32, most_programs=most_programs)
+    assert torch.equal(w_NK, weight.dequantize().bfloat16())
+
+
 @pytest.mark.parametrize("weight_format", ["none", "fp8", "int4"])
 def test_weights_are_unpacked_beside_other_work_within_a_capture(randn, device, weight_format):
     """There what was started gives the bits of the product itself; elsewhere nothing is started."""
