@@ -545,6 +545,6 @@ def test_pages_are_hashed_while_the_step_runs(is_called: bool) -> None:
     # The last output token has no keys yet, and a prompt's last token is always computed.
     assert len(set(hashed)) == 4
     again = scheduler.add(make_request("b", 4 * PAGE_SIZE))
-    again.token_ids[:] = sequence.token_ids[: 4 * PAGE_SIZE] + [1]
+    again.token_ids[:] = [*sequence.token_ids[: 4 * PAGE_SIZE], 1]
     scheduler.schedule()
     assert again.num_cached == 4 * PAGE_SIZE
