@@ -40,6 +40,9 @@ from subten.kernels.triton_shim import tl, triton_jit
 from subten.kernels.unpack_pages import is_worth_unpacking, unpack_pages
 
 
+MIRRORS = True
+
+
 def attend(
     q_THD: torch.Tensor,
     pages_PGB: torch.Tensor,
@@ -120,6 +123,7 @@ def attend(
         BLOCK_M=plan.block_rows,
         IS_SPLIT=is_split,
         HAS_WHOLE=has_whole,
+        IS_MIRRORED=MIRRORS and step.max_query_len > 1,
         LOOP_STAGES=num_stages,
         **constants,
         num_warps=plan.num_warps,
@@ -305,11 +309,17 @@ def _attend_kernel(
     STAGES: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HAS_WHOLE: tl.constexpr,
+    IS_MIRRORED: tl.constexpr,
     LOOP_STAGES: tl.constexpr,
 ) -> None:
     tl.static_assert(BLOCK_M >= 16 and BLOCK_M >= TILE_TOKENS * BLOCK_H and BLOCK_D >= HEAD_DIM)
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     tile, split = tl.program_id(0), tl.program_id(2)
+    if IS_MIRRORED:
+        # A prompt's later tiles see more keys. With two programs an SM, one of the first half of the
+        # launch and one of the second, a long one is beside a short one.
+        is_second = 2 * tl.program_id(1) >= tl.num_programs(1)
+        tile = tl.where(is_second, tl.num_programs(0) - 1 - tile, tile)
     kv_head = tl.program_id(1) // HEAD_BLOCKS
     seq = tl.load(tile_seq_ptr + tile)
     if seq < 0:

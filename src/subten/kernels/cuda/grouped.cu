@@ -76,7 +76,7 @@ struct Product : Sums<Format, NT> {
     static constexpr int THREADS = WARP * WARPS, COLUMNS = 8 * NT;
     static constexpr int STAGE_UNITS = DEPTH * 4 * UNITS;     // of a token in a stage
     static constexpr int CHUNK_BYTES = DEPTH * 64;            // of a row of weights
-    static_assert(AHEAD == 0 || CHUNK_BYTES == 128, "a chunk of a row is a line");
+    static_assert(AHEAD == 0 || CHUNK_BYTES % 128 == 0, "a chunk of a row is whole lines");
     static constexpr int ROW_BYTES = DEPTH * BLOCK_BYTES / 128 * 128 + 64 +
                                      (DEPTH * BLOCK_BYTES % 128 ? 128 : 0);
     static constexpr int WIDE_BYTES = COLUMNS * 128;  // 64 inputs of all tokens
@@ -107,7 +107,14 @@ struct Product : Sums<Format, NT> {
             if (s < num_blocks) cursor.load(ring[s]);
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i)
-            if ((i + 1) * DEPTH < num_blocks) cursor.fetch(i * CHUNK_BYTES, thread);
+            if ((i + 1) * DEPTH < num_blocks) fetch(cursor, i);
+    }
+
+    // Asks L2 for the chunk that is `num_chunks` after what the cursor loads next.
+    INLINE void fetch(const Cursor<Format>& cursor, int num_chunks) const {
+#pragma unroll
+        for (int line = 0; line < CHUNK_BYTES; line += 128)
+            cursor.fetch(num_chunks * CHUNK_BYTES + line, thread);
     }
 
     // Starts the first copies of columns, rows of `x`, `row_of(column)` saying which. Nobody may
@@ -180,8 +187,7 @@ struct Product : Sums<Format, NT> {
             __syncthreads();
             copy();
             const int left = num_blocks - chunk * DEPTH;
-            if (AHEAD > 0 && left > (AHEAD + 1) * DEPTH)
-                cursor.fetch(AHEAD * CHUNK_BYTES, thread);
+            if (AHEAD > 0 && left > (AHEAD + 1) * DEPTH) fetch(cursor, AHEAD);
 #pragma unroll
             for (int s = 0; s < DEPTH; ++s) {
                 if (s >= left) break;
