@@ -114,7 +114,8 @@ class Decoder(nn.Module):
         beside = None
         for layer, after, pages_PGB in zip(layers, [*layers[1:], None], each, strict=True):
             following = None
-            if after is not None and self.config.is_moe:
+            # A step of single tokens asks for experts' weights while they are chosen.
+            if after is not None and self.config.is_moe and step.max_query_len > 1:
                 following = after.attention.unpack_beside(len(x_TD))
             x_TD = layer(
                 x_TD,
