@@ -370,9 +370,19 @@ def test_grouped_of_real_shapes(randn, generator, model, weight_format, num_toke
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tiles", [4, 6, 8, 12])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *(GroupedPlan(tiles=t, warps=8, depth=2, blocks=1, wide=True) for t in (4, 6, 8, 12)),
+        GroupedPlan(tiles=6, warps=8, depth=2, blocks=2, wide=True, ahead=2),
+        GroupedPlan(tiles=8, warps=8, depth=4, blocks=1, wide=True, ahead=1),
+        GroupedPlan(tiles=6, warps=8, depth=2, blocks=1, wide=True, paired=True),
+        GroupedPlan(tiles=6, warps=8, depth=2, blocks=1, wide=True, ahead=2, paired=True),
+    ],
+    ids=str,
+)
 @pytest.mark.usefixtures("kernels", "poisoned")
-def test_wide_products_of_real_shapes(randn, generator, tiles):
+def test_wide_products_of_real_shapes(randn, generator, plan):
     """Experts with all the tokens beside experts with a few."""
     top_k, dim, hidden, _ = MODELS["qwen3-30b-a3b"]
     ids_TK = distinct_ids(generator, 301, 24, top_k)
@@ -386,4 +396,4 @@ def test_wide_products_of_real_shapes(randn, generator, tiles):
         weight_format="fp8",
         residual_dtype=torch.float32,
     )
-    case.check(case.run(GroupedPlan(tiles=tiles, warps=8, depth=2, blocks=1, wide=True)))
+    case.check(case.run(plan))

@@ -39,7 +39,6 @@ from subten.kernels.step import StepTensors
 from subten.kernels.triton_shim import tl, triton_jit
 from subten.kernels.unpack_pages import is_worth_unpacking, unpack_pages
 
-
 MIRRORS = True
 
 
@@ -316,8 +315,8 @@ def _attend_kernel(
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     tile, split = tl.program_id(0), tl.program_id(2)
     if IS_MIRRORED:
-        # A prompt's later tiles see more keys. With two programs an SM, one of the first half of the
-        # launch and one of the second, a long one is beside a short one.
+        # Later tiles of a prompt see more keys. With two programs an SM, one of each half of the
+        # launch, a long one is beside a short one.
         is_second = 2 * tl.program_id(1) >= tl.num_programs(1)
         tile = tl.where(is_second, tl.num_programs(0) - 1 - tile, tile)
     kv_head = tl.program_id(1) // HEAD_BLOCKS

@@ -19,7 +19,7 @@ using emulation::unpack;
 #define BOTH(CODES, NT, WARPS, DEPTH)                                          \
     PAIR(#CODES ", " #NT ", " #WARPS ", " #DEPTH ", 1, false", CODES, NT, WARPS, DEPTH, 1, false)
 #define WIDE(NT, WARPS, DEPTH, AHEAD)                                                       \
-    PAIR("Fp8Codes, " #NT ", " #WARPS ", " #DEPTH ", 1, true, " #AHEAD, Fp8Codes, NT, WARPS, \
+    PAIR("Fp8Codes, " #NT ", " #WARPS ", " #DEPTH ", 1, true, " #AHEAD ", false", Fp8Codes, NT, WARPS, \
          DEPTH, 1, true, AHEAD)
 #define ALL(CODES)                                                                      \
     BOTH(CODES, 1, 1, 2), BOTH(CODES, 2, 2, 2), BOTH(CODES, 2, 2, 3), BOTH(CODES, 3, 3, 1), \

@@ -17,6 +17,15 @@
 
 #define NUM_STAGES 3
 
+// The threads of one half of a block wait for one another.
+template <bool PAIRED>
+INLINE void sync_half(int half, int num_threads) {
+    if constexpr (PAIRED)
+        asm volatile("bar.sync %0, %1;" ::"r"(half + 1), "r"(num_threads) : "memory");
+    else
+        __syncthreads();
+}
+
 // A tile of an expert's sorted assignments: `count` of them from position `first`, at most `most`;
 // and the part of the rows that goes with it.
 struct Tile {
@@ -30,11 +39,12 @@ struct Tiles {
     int num_experts, most, lane, each, own, up_to, num_tiles;
 
     // Leaves the starts in `to`. All threads of a block call it together.
+    template <class Sync>
     INLINE Tiles(int* to, const int* start, int all_experts, int at_most, int thread,
-                 int num_threads) {
+                 int num_threads, Sync sync) {
         starts = to, num_experts = all_experts, most = at_most, lane = thread % WARP;
         for (int i = thread; i <= num_experts; i += num_threads) to[i] = load_from_l2(start + i);
-        __syncthreads();
+        sync();
         each = (num_experts + WARP - 1) / WARP;
         own = 0;
         for (int i = 0; i < each; ++i) own += tiles_of(lane * each + i);
@@ -68,7 +78,7 @@ struct Tiles {
 //
 // With AHEAD the weights of a chunk of DEPTH blocks are asked of L2 so many chunks before they are
 // loaded: what a warp has on its way in registers does not cover what memory takes to answer.
-template <class Format, int NT, int WARPS, int DEPTH, bool WIDE, bool IN_PLACE, int AHEAD>
+template <class Format, int NT, int WARPS, int DEPTH, bool WIDE, bool IN_PLACE, int AHEAD, bool PAIRED>
 struct Product : Sums<Format, NT> {
     using Sums<Format, NT>::UNITS;
     using Sums<Format, NT>::BLOCK_BYTES;
@@ -93,6 +103,7 @@ struct Product : Sums<Format, NT> {
     int units, num_blocks, thread;
     Block<Format> ring[DEPTH];
     int from[COPIES];  // in units; -1 where there is no column
+    int half;
     int into, copied;  // the stage to fill, and the first unit to fill it with
 
     INLINE Product(u8* all_stages, const u16* all_x, int dim, int own_thread) {
@@ -104,7 +115,7 @@ struct Product : Sums<Format, NT> {
     INLINE void ask(Cursor<Format>& cursor) {
 #pragma unroll
         for (int s = 0; s < DEPTH; ++s)
-            if (s < num_blocks) cursor.load(ring[s]);
+            if (s < num_blocks) cursor.template load<PAIRED>(ring[s]);
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i)
             if ((i + 1) * DEPTH < num_blocks) fetch(cursor, i);
@@ -184,7 +195,7 @@ struct Product : Sums<Format, NT> {
             wait_copies<1>();
             if constexpr (WIDE) show_to_wide_mma();
             // Chunk `chunk` is there, and nobody reads the one before it any more.
-            __syncthreads();
+            sync_half<PAIRED>(half, THREADS);
             copy();
             const int left = num_blocks - chunk * DEPTH;
             if (AHEAD > 0 && left > (AHEAD + 1) * DEPTH) fetch(cursor, AHEAD);
@@ -194,7 +205,7 @@ struct Product : Sums<Format, NT> {
                 const bool has_next = s + DEPTH < left;
                 if constexpr (WIDE) {
                     multiply_wide(ring[s], shared_at(stages) + stage + s * WIDE_BYTES, [&] {
-                        if (has_next) cursor.load(ring[s]);
+                        if (has_next) cursor.template load<PAIRED>(ring[s]);
                     });
                 } else {
                     this->multiply(ring[s], own + stage + s * BLOCK_BYTES, ROW_BYTES, num_tiles);
@@ -284,14 +295,18 @@ INLINE void store_pair(u16* to, float low, float high) {
 // FP8, 512 tokens of qwen3-30b-a3b: 403 MB, 90 us at 4.5 TB/s. For 128 inputs and 48 tokens a warp
 // has 445 instructions (SASS; 96 of them `mma`), or 368 with WIDE (16 of them `wgmma`), and its
 // share of the memory's time is 820 cycles.
-template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE, int AHEAD = 0>
-__global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
+template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE, int AHEAD = 0, bool PAIRED = false>
+__global__ void __launch_bounds__(WARP* WARPS*(PAIRED ? 2 : 1), BLOCKS)
     grouped_up_kernel(const u8* codes, const void* scale, const u16* h, const int* start,
                       const int* order, u16* act, int num_experts, int top_k, int dim,
                       int hidden, int early_bytes, int is_act_wide) {
     DYNAMIC_SHARED(dynamic_shared);
-    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, false, AHEAD>;
-    const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
+    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, false, AHEAD, PAIRED>;
+    const int half = PAIRED ? threadIdx.x / Tokens::THREADS : 0;
+    const int thread = threadIdx.x - half * Tokens::THREADS;
+    const int lane = thread % WARP, warp = thread / WARP;
+    u8* own_shared = dynamic_shared + half * 40960;
+    auto sync = [&] { sync_half<PAIRED>(half, Tokens::THREADS); };
     // While experts are chosen, and nothing else reads memory: where each will have tokens, these
     // are about the rows that the first items take.
     if (early_bytes > 0) {
@@ -304,11 +319,11 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     // Only now: `grouped_down_kernel` reads the starts before it waits for this kernel, and they
     // are final once a block of this kernel has got past its own wait.
     launch_dependents();
-    int* starts = reinterpret_cast<int*>(dynamic_shared + NUM_STAGES * Tokens::STAGE_BYTES);
+    int* starts = reinterpret_cast<int*>(own_shared + NUM_STAGES * Tokens::STAGE_BYTES);
     Aside<Tokens> aside = {starts + num_experts + 1}, next_aside = aside.other();
-    const Tiles tiles(starts, start, num_experts, Tokens::COLUMNS, thread, Tokens::THREADS);
+    const Tiles tiles(starts, start, num_experts, Tokens::COLUMNS, thread, Tokens::THREADS, sync);
     const int num_items = tiles.num_tiles * ((hidden + 16 * WARPS - 1) / (16 * WARPS));
-    int item = blockIdx.x;
+    int item = PAIRED ? blockIdx.x * 2 + half : blockIdx.x;
     if (item >= num_items) return;
     auto feature_of = [&](const Tile& tile) { return (tile.part * WARPS + warp) * 16; };
     auto first_row_of = [&](const Tile& tile) {
@@ -325,20 +340,21 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     };
     Tile tile = tiles.find(item);
     Cursor<Format> cursor;
-    Tokens tokens(dynamic_shared, h, dim, thread);
+    Tokens tokens(own_shared, h, dim, thread);
+    tokens.half = half;
     ask(cursor, tile);
     tokens.ask(cursor);
     copy_aside(aside, tile);
     end_copies();
     wait_copies<0>();
-    __syncthreads();
+    sync();
     tokens.copy_first(tile.count, [&](int column) { return aside.ids[column] / top_k; });
     for (;; swap(aside, next_aside)) {
-        item += gridDim.x;
-        const bool has_next = item < num_items;
+        item += gridDim.x * (PAIRED ? 2 : 1);
+        const bool has_next = !WIDE && item < num_items;
         const Tile next = has_next ? tiles.find(item) : tile;
         // Nobody ends the item before any more.
-        __syncthreads();
+        sync();
         if (has_next) copy_aside(next_aside, next);
         tokens.run(cursor, tile.count);
 
@@ -347,7 +363,7 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
             ask(cursor, next);
             tokens.ask(cursor);
             wait_copies<0>();
-            __syncthreads();
+            sync();
             tokens.copy_first(next.count,
                               [&](int column) { return next_aside.ids[column] / top_k; });
         }
@@ -385,23 +401,27 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
 //
 // Bytes: D rows of weights for each expert with tokens, A * F * 2 from L2 for each part of the
 // rows, A * D * 2 of y.
-template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE, int AHEAD = 0>
-__global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
+template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE, int AHEAD = 0, bool PAIRED = false>
+__global__ void __launch_bounds__(WARP* WARPS*(PAIRED ? 2 : 1), BLOCKS)
     grouped_down_kernel(const u8* codes, const void* scale, const u16* act, const int* start,
                         const int* order, u16* y, int num_experts, int dim, int hidden,
                         int has_early_starts) {
     DYNAMIC_SHARED(dynamic_shared);
-    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, true, AHEAD>;
-    const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
+    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, true, AHEAD, PAIRED>;
+    const int half = PAIRED ? threadIdx.x / Tokens::THREADS : 0;
+    const int thread = threadIdx.x - half * Tokens::THREADS;
+    const int lane = thread % WARP, warp = thread / WARP;
+    u8* own_shared = dynamic_shared + half * 40960;
+    auto sync = [&] { sync_half<PAIRED>(half, Tokens::THREADS); };
     launch_dependents();
     // Starts and weights may be read here if the kernel before is `grouped_up_kernel`, which lets
     // this one begin after its own wait: so that weights are on their way while it ends.
     if (!has_early_starts) wait_for_previous_kernels();
-    int* starts = reinterpret_cast<int*>(dynamic_shared + NUM_STAGES * Tokens::STAGE_BYTES);
+    int* starts = reinterpret_cast<int*>(own_shared + NUM_STAGES * Tokens::STAGE_BYTES);
     Aside<Tokens> aside = {starts + num_experts + 1}, next_aside = aside.other();
-    const Tiles tiles(starts, start, num_experts, Tokens::COLUMNS, thread, Tokens::THREADS);
+    const Tiles tiles(starts, start, num_experts, Tokens::COLUMNS, thread, Tokens::THREADS, sync);
     const int num_items = tiles.num_tiles * ((dim + 32 * WARPS - 1) / (32 * WARPS));
-    int item = blockIdx.x;
+    int item = PAIRED ? blockIdx.x * 2 + half : blockIdx.x;
     if (item >= num_items) {
         wait_for_previous_kernels();
         return;
@@ -419,7 +439,8 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     };
     Tile tile = tiles.find(item);
     Cursor<Format> cursor;
-    Tokens tokens(dynamic_shared, act, hidden, thread);
+    Tokens tokens(own_shared, act, hidden, thread);
+    tokens.half = half;
     ask(cursor, tile);
     tokens.ask(cursor);
     wait_for_previous_kernels();
@@ -429,13 +450,13 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
         tokens.run(cursor, tile.count);
 
         // The next item's weights and tokens are on their way while this one ends.
-        item += gridDim.x;
-        const bool has_next = item < num_items;
+        item += gridDim.x * (PAIRED ? 2 : 1);
+        const bool has_next = !WIDE && item < num_items;
         const Tile next = has_next ? tiles.find(item) : tile;
         if (has_next) {
             ask(cursor, next);
             tokens.ask(cursor);
-            __syncthreads();
+            sync();
             copy_aside(next_aside, next);
             tokens.copy_first(next.count, [&](int column) { return next.first + column; });
         }

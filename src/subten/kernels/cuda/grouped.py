@@ -69,6 +69,7 @@ class GroupedPlan:
     blocks: int
     wide: bool = False
     ahead: int = 0
+    paired: bool = False
 
     @property
     def columns(self) -> int:
@@ -81,7 +82,8 @@ class GroupedPlan:
         row_bytes = -(-self.depth * 2 * weight_format.block // 128) * 128
         row_bytes += 0 if self.wide else 64
         aside = 2 * (self.columns + 32 * self.warps)
-        return NUM_STAGES * self.columns * row_bytes + 4 * (num_experts + 1 + aside)
+        own = NUM_STAGES * self.columns * row_bytes + 4 * (num_experts + 1 + aside)
+        return 2 * 40960 if self.paired else own
 
 
 SHARES: Mapping[tuple[str, str], tuple[int, int, int]] = {
@@ -195,7 +197,7 @@ def launch_up(
         "grouped.cu",
         kernel_name("grouped_up_kernel", gate_up.format, plan),
         (num_blocks,),
-        32 * plan.warps,
+        32 * plan.warps * (1 + plan.paired),
         (
             gate_up.codes,
             gate_up.scale,
@@ -237,7 +239,7 @@ def launch_down(
         "grouped.cu",
         kernel_name("grouped_down_kernel", down.format, plan),
         (_num_blocks(num_assignments, num_experts, dim, DOWN_ROWS, plan),),
-        32 * plan.warps,
+        32 * plan.warps * (1 + plan.paired),
         (
             down.codes,
             down.scale,
@@ -335,11 +337,13 @@ def _num_blocks(
     """
     max_tiles = num_assignments // plan.columns + min(num_experts, num_assignments)
     max_items = max_tiles * -(-num_rows // (rows_warp * plan.warps))
+    if plan.paired:
+        return -(-max_items // 2)
     return min(max_items, NUM_SMS * plan.blocks) if plan.tiles == 1 else max_items
 
 
 def kernel_name(kernel: str, weight_format: str, plan: GroupedPlan) -> str:
     struct = FORMATS[weight_format].struct
-    wide = ("true", plan.ahead) if plan.wide else ("false",)
+    wide = ("true", plan.ahead, str(plan.paired).lower()) if plan.wide else ("false",)
     parameters = (struct, plan.tiles, plan.warps, plan.depth, plan.blocks, *wide)
     return f"{kernel}<{', '.join(map(str, parameters))}>"

@@ -97,11 +97,13 @@ struct Cursor {
         scale_high = rows.high * blocks, scale_next = rows.next * blocks;
     }
 
+    template <bool IS_SHARED = false>
     INLINE void load(Block<Format>& block) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            block.codes[i][0] = load_stream(codes + i * next);
-            block.codes[i][1] = load_stream(codes + i * next + high);
+            const u8* low_at = codes + i * next;
+            block.codes[i][0] = IS_SHARED ? load_constant16(low_at) : load_stream(low_at);
+            block.codes[i][1] = IS_SHARED ? load_constant16(low_at + high) : load_stream(low_at + high);
             if constexpr (Format::HAS_GROUP_SCALE) {
                 block.scale[i][0] = load_constant2(scale + i * scale_next);
                 block.scale[i][1] = load_constant2(scale + i * scale_next + scale_high);
