@@ -39,8 +39,7 @@ PLANS = [
 
 WIDE_PLANS = [
     GroupedPlan(tiles=2, warps=4, depth=3, blocks=1, wide=True),
-    GroupedPlan(tiles=4, warps=4, depth=2, blocks=1, wide=True, ahead=1),
-    GroupedPlan(tiles=4, warps=4, depth=2, blocks=1, wide=True, ahead=3),
+    GroupedPlan(tiles=4, warps=4, depth=2, blocks=1, wide=True),
     GroupedPlan(tiles=6, warps=8, depth=1, blocks=1, wide=True),
 ]
 """And these, of FP8: tensor cores that read the tokens; the third has warps without rows."""
@@ -370,19 +369,9 @@ def test_grouped_of_real_shapes(randn, generator, model, weight_format, num_toke
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "plan",
-    [
-        *(GroupedPlan(tiles=t, warps=8, depth=2, blocks=1, wide=True) for t in (4, 6, 8, 12)),
-        GroupedPlan(tiles=6, warps=8, depth=2, blocks=2, wide=True, ahead=2),
-        GroupedPlan(tiles=8, warps=8, depth=4, blocks=1, wide=True, ahead=1),
-        GroupedPlan(tiles=6, warps=8, depth=2, blocks=1, wide=True, paired=True),
-        GroupedPlan(tiles=6, warps=8, depth=2, blocks=1, wide=True, ahead=2, paired=True),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("tiles", [4, 6, 8, 12])
 @pytest.mark.usefixtures("kernels", "poisoned")
-def test_wide_products_of_real_shapes(randn, generator, plan):
+def test_wide_products_of_real_shapes(randn, generator, tiles):
     """Experts with all the tokens beside experts with a few."""
     top_k, dim, hidden, _ = MODELS["qwen3-30b-a3b"]
     ids_TK = distinct_ids(generator, 301, 24, top_k)
@@ -396,4 +385,4 @@ def test_wide_products_of_real_shapes(randn, generator, plan):
         weight_format="fp8",
         residual_dtype=torch.float32,
     )
-    case.check(case.run(plan))
+    case.check(case.run(GroupedPlan(tiles=tiles, warps=8, depth=2, blocks=1, wide=True)))

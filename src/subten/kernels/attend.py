@@ -39,8 +39,6 @@ from subten.kernels.step import StepTensors
 from subten.kernels.triton_shim import tl, triton_jit
 from subten.kernels.unpack_pages import is_worth_unpacking, unpack_pages
 
-MIRRORS = True
-
 
 def attend(
     q_THD: torch.Tensor,
@@ -122,7 +120,6 @@ def attend(
         BLOCK_M=plan.block_rows,
         IS_SPLIT=is_split,
         HAS_WHOLE=has_whole,
-        IS_MIRRORED=MIRRORS and step.max_query_len > 1,
         LOOP_STAGES=num_stages,
         **constants,
         num_warps=plan.num_warps,
@@ -308,17 +305,11 @@ def _attend_kernel(
     STAGES: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HAS_WHOLE: tl.constexpr,
-    IS_MIRRORED: tl.constexpr,
     LOOP_STAGES: tl.constexpr,
 ) -> None:
     tl.static_assert(BLOCK_M >= 16 and BLOCK_M >= TILE_TOKENS * BLOCK_H and BLOCK_D >= HEAD_DIM)
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     tile, split = tl.program_id(0), tl.program_id(2)
-    if IS_MIRRORED:
-        # Later tiles of a prompt see more keys. With two programs an SM, one of each half of the
-        # launch, a long one is beside a short one.
-        is_second = 2 * tl.program_id(1) >= tl.num_programs(1)
-        tile = tl.where(is_second, tl.num_programs(0) - 1 - tile, tile)
     kv_head = tl.program_id(1) // HEAD_BLOCKS
     seq = tl.load(tile_seq_ptr + tile)
     if seq < 0:

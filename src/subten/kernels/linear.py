@@ -209,7 +209,7 @@ class Beside:
             for weight in self._weights
         }
         side.wait_stream(torch.cuda.current_stream(device))
-        programs = SIDE_PROGRAMS * num_sms(device) if SIDE_PROGRAMS else None
+        programs = SIDE_PROGRAMS * num_sms(device)
         with torch.cuda.stream(side):
             for weight in self._weights:
                 w_NK = self._values[id(weight)]
@@ -228,11 +228,22 @@ class Beside:
         return weight if values is None else Weight.of(values)
 
 
+def add_product(residual_TN: torch.Tensor, x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+    """residual + x @ w.T, in the residual's own memory; it is float32, the others bfloat16.
+
+    The bits of `linear`, less a launch that reads and writes all of it.
+    """
+    return torch.addmm(residual_TN, x_TK, w_NK.T, out_dtype=torch.float32, out=residual_TN)
+
+
 SIDE_TOKENS = 64
 """Tokens from which every backend unpacks a weight whole."""
 
 SIDE_ROWS = 32
-SIDE_PROGRAMS = 4
+"""Rows of a tile of what is unpacked beside other work."""
+
+SIDE_PROGRAMS = 2
+"""Programs of that a multiprocessor: the router's have room beside so many, and come first."""
 
 
 def unpack_beside(weights: Iterable[Weight], num_tokens: int) -> Beside | None:

@@ -13,21 +13,18 @@ namespace {
 using emulation::Launch;
 using emulation::unpack;
 
-#define PAIR(ARGS, ...)                                                   \
-    {"grouped_up_kernel<" ARGS ">", unpack(grouped_up_kernel<__VA_ARGS__>)}, \
-    {"grouped_down_kernel<" ARGS ">", unpack(grouped_down_kernel<__VA_ARGS__>)}
-#define BOTH(CODES, NT, WARPS, DEPTH)                                          \
-    PAIR(#CODES ", " #NT ", " #WARPS ", " #DEPTH ", 1, false", CODES, NT, WARPS, DEPTH, 1, false)
-#define WIDE(NT, WARPS, DEPTH, AHEAD)                                                       \
-    PAIR("Fp8Codes, " #NT ", " #WARPS ", " #DEPTH ", 1, true, " #AHEAD ", false", Fp8Codes, NT, WARPS, \
-         DEPTH, 1, true, AHEAD)
-#define ALL(CODES)                                                                      \
-    BOTH(CODES, 1, 1, 2), BOTH(CODES, 2, 2, 2), BOTH(CODES, 2, 2, 3), BOTH(CODES, 3, 3, 1), \
-        BOTH(CODES, 4, 2, 2)
+#define BOTH(CODES, NT, WARPS, DEPTH, WIDE)                                                  \
+    {"grouped_up_kernel<" #CODES ", " #NT ", " #WARPS ", " #DEPTH ", 1, " #WIDE ">", \
+     unpack(grouped_up_kernel<CODES, NT, WARPS, DEPTH, 1, WIDE>)},                  \
+    {"grouped_down_kernel<" #CODES ", " #NT ", " #WARPS ", " #DEPTH ", 1, " #WIDE ">",      \
+     unpack(grouped_down_kernel<CODES, NT, WARPS, DEPTH, 1, WIDE>)}
+#define ALL(CODES)                                                                        \
+    BOTH(CODES, 1, 1, 2, false), BOTH(CODES, 2, 2, 2, false), BOTH(CODES, 2, 2, 3, false), \
+        BOTH(CODES, 3, 3, 1, false), BOTH(CODES, 4, 2, 2, false)
 
 const std::map<std::string, Launch> kernels = {
-    ALL(Bf16Codes), ALL(Fp8Codes), ALL(Int4Codes), WIDE(4, 4, 2, 1), WIDE(4, 4, 2, 3),
-    WIDE(6, 8, 1, 0), WIDE(2, 4, 3, 0), {"combine_kernel", unpack(combine_kernel)}};
+    ALL(Bf16Codes), ALL(Fp8Codes), ALL(Int4Codes), BOTH(Fp8Codes, 4, 4, 2, true),
+    BOTH(Fp8Codes, 6, 8, 1, true), BOTH(Fp8Codes, 2, 4, 3, true), {"combine_kernel", unpack(combine_kernel)}};
 
 u32 pairs(const std::string& codes, u32 (&pair)[4], const uint4& v, int unit) {
     if (codes == "fp8") return Fp8Codes::pairs(pair, v, unit), 0;

@@ -17,15 +17,6 @@
 
 #define NUM_STAGES 3
 
-// The threads of one half of a block wait for one another.
-template <bool PAIRED>
-INLINE void sync_half(int half, int num_threads) {
-    if constexpr (PAIRED)
-        asm volatile("bar.sync %0, %1;" ::"r"(half + 1), "r"(num_threads) : "memory");
-    else
-        __syncthreads();
-}
-
 // A tile of an expert's sorted assignments: `count` of them from position `first`, at most `most`;
 // and the part of the rows that goes with it.
 struct Tile {
@@ -39,12 +30,11 @@ struct Tiles {
     int num_experts, most, lane, each, own, up_to, num_tiles;
 
     // Leaves the starts in `to`. All threads of a block call it together.
-    template <class Sync>
     INLINE Tiles(int* to, const int* start, int all_experts, int at_most, int thread,
-                 int num_threads, Sync sync) {
+                 int num_threads) {
         starts = to, num_experts = all_experts, most = at_most, lane = thread % WARP;
         for (int i = thread; i <= num_experts; i += num_threads) to[i] = load_from_l2(start + i);
-        sync();
+        __syncthreads();
         each = (num_experts + WARP - 1) / WARP;
         own = 0;
         for (int i = 0; i < each; ++i) own += tiles_of(lane * each + i);
@@ -75,18 +65,13 @@ struct Tiles {
 //   inputs 2 i and 2 i + 1 (4 bytes) of a token:  word i / 8 of unit i % 8
 //
 // With IN_PLACE they lie like that in memory already; without, copies put them there, 4 bytes each.
-//
-// With AHEAD the weights of a chunk of DEPTH blocks are asked of L2 so many chunks before they are
-// loaded: what a warp has on its way in registers does not cover what memory takes to answer.
-template <class Format, int NT, int WARPS, int DEPTH, bool WIDE, bool IN_PLACE, int AHEAD, bool PAIRED>
+template <class Format, int NT, int WARPS, int DEPTH, bool WIDE, bool IN_PLACE, int SIZES>
 struct Product : Sums<Format, NT> {
     using Sums<Format, NT>::UNITS;
     using Sums<Format, NT>::BLOCK_BYTES;
     using Sums<Format, NT>::sum;
     static constexpr int THREADS = WARP * WARPS, COLUMNS = 8 * NT;
     static constexpr int STAGE_UNITS = DEPTH * 4 * UNITS;     // of a token in a stage
-    static constexpr int CHUNK_BYTES = DEPTH * 64;            // of a row of weights
-    static_assert(AHEAD == 0 || CHUNK_BYTES % 128 == 0, "a chunk of a row is whole lines");
     static constexpr int ROW_BYTES = DEPTH * BLOCK_BYTES / 128 * 128 + 64 +
                                      (DEPTH * BLOCK_BYTES % 128 ? 128 : 0);
     static constexpr int WIDE_BYTES = COLUMNS * 128;  // 64 inputs of all tokens
@@ -103,7 +88,6 @@ struct Product : Sums<Format, NT> {
     int units, num_blocks, thread;
     Block<Format> ring[DEPTH];
     int from[COPIES];  // in units; -1 where there is no column
-    int half;
     int into, copied;  // the stage to fill, and the first unit to fill it with
 
     INLINE Product(u8* all_stages, const u16* all_x, int dim, int own_thread) {
@@ -115,17 +99,7 @@ struct Product : Sums<Format, NT> {
     INLINE void ask(Cursor<Format>& cursor) {
 #pragma unroll
         for (int s = 0; s < DEPTH; ++s)
-            if (s < num_blocks) cursor.template load<PAIRED>(ring[s]);
-#pragma unroll
-        for (int i = 0; i < AHEAD; ++i)
-            if ((i + 1) * DEPTH < num_blocks) fetch(cursor, i);
-    }
-
-    // Asks L2 for the chunk that is `num_chunks` after what the cursor loads next.
-    INLINE void fetch(const Cursor<Format>& cursor, int num_chunks) const {
-#pragma unroll
-        for (int line = 0; line < CHUNK_BYTES; line += 128)
-            cursor.fetch(num_chunks * CHUNK_BYTES + line, thread);
+            if (s < num_blocks) cursor.load(ring[s]);
     }
 
     // Starts the first copies of columns, rows of `x`, `row_of(column)` saying which. Nobody may
@@ -186,8 +160,19 @@ struct Product : Sums<Format, NT> {
     }
 
     INLINE void run(Cursor<Format>& cursor, int num_columns) {
-        const int lane = thread % WARP, num_chunks = (num_blocks + DEPTH - 1) / DEPTH;
         this->clear();
+        if (WIDE && SIZES & 2 && NT > 2 && num_columns <= 16)
+            run_tiles<2>(cursor, num_columns);
+        else if (WIDE && SIZES & 4 && NT > 4 && num_columns <= 32)
+            run_tiles<4>(cursor, num_columns);
+        else
+            run_tiles<NT>(cursor, num_columns);
+    }
+
+    // With WIDE of TILES tiles, however many columns there are.
+    template <int TILES>
+    INLINE void run_tiles(Cursor<Format>& cursor, int num_columns) {
+        const int lane = thread % WARP, num_chunks = (num_blocks + DEPTH - 1) / DEPTH;
         const int num_tiles = (num_columns + 7) / 8;
         const u8* own = stages + lane / 4 * ROW_BYTES + lane % 4 * 16;
         int stage = 0;
@@ -195,17 +180,16 @@ struct Product : Sums<Format, NT> {
             wait_copies<1>();
             if constexpr (WIDE) show_to_wide_mma();
             // Chunk `chunk` is there, and nobody reads the one before it any more.
-            sync_half<PAIRED>(half, THREADS);
+            __syncthreads();
             copy();
             const int left = num_blocks - chunk * DEPTH;
-            if (AHEAD > 0 && left > (AHEAD + 1) * DEPTH) fetch(cursor, AHEAD);
 #pragma unroll
             for (int s = 0; s < DEPTH; ++s) {
                 if (s >= left) break;
                 const bool has_next = s + DEPTH < left;
                 if constexpr (WIDE) {
-                    multiply_wide(ring[s], shared_at(stages) + stage + s * WIDE_BYTES, [&] {
-                        if (has_next) cursor.template load<PAIRED>(ring[s]);
+                    multiply_wide<TILES>(ring[s], shared_at(stages) + stage + s * WIDE_BYTES, [&] {
+                        if (has_next) cursor.load(ring[s]);
                     });
                 } else {
                     this->multiply(ring[s], own + stage + s * BLOCK_BYTES, ROW_BYTES, num_tiles);
@@ -219,7 +203,7 @@ struct Product : Sums<Format, NT> {
 
     // While the products of one step of 16 inputs run, the weights of the next are decoded.
     // `when_read`: once nobody needs `block` any more.
-    template <class WhenRead>
+    template <int TILES, class WhenRead>
     INLINE void multiply_wide(const Block<Format>& block, SharedAt tokens, WhenRead when_read) {
         const ColumnsAt columns = columns_at(tokens);
         u32 a[2][2][4];  // [step][mma]
@@ -238,8 +222,8 @@ struct Product : Sums<Format, NT> {
             if (step == 2 * UNITS - 1) when_read();
             begin_wide_mma();
             const ColumnsAt b = columns_on(columns, step);
-            WideMma<NT>::template add<0>(sum, now[0], b);
-            WideMma<NT>::template add<1>(sum, now[1], b);
+            WideMma<TILES>::template add<0>(sum, now[0], b);
+            WideMma<TILES>::template add<1>(sum, now[1], b);
             end_wide_mma();
         }
     }
@@ -295,18 +279,14 @@ INLINE void store_pair(u16* to, float low, float high) {
 // FP8, 512 tokens of qwen3-30b-a3b: 403 MB, 90 us at 4.5 TB/s. For 128 inputs and 48 tokens a warp
 // has 445 instructions (SASS; 96 of them `mma`), or 368 with WIDE (16 of them `wgmma`), and its
 // share of the memory's time is 820 cycles.
-template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE, int AHEAD = 0, bool PAIRED = false>
-__global__ void __launch_bounds__(WARP* WARPS*(PAIRED ? 2 : 1), BLOCKS)
+template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE, int SIZES = 6>
+__global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_up_kernel(const u8* codes, const void* scale, const u16* h, const int* start,
                       const int* order, u16* act, int num_experts, int top_k, int dim,
                       int hidden, int early_bytes, int is_act_wide) {
     DYNAMIC_SHARED(dynamic_shared);
-    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, false, AHEAD, PAIRED>;
-    const int half = PAIRED ? threadIdx.x / Tokens::THREADS : 0;
-    const int thread = threadIdx.x - half * Tokens::THREADS;
-    const int lane = thread % WARP, warp = thread / WARP;
-    u8* own_shared = dynamic_shared + half * 40960;
-    auto sync = [&] { sync_half<PAIRED>(half, Tokens::THREADS); };
+    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, false, SIZES>;
+    const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     // While experts are chosen, and nothing else reads memory: where each will have tokens, these
     // are about the rows that the first items take.
     if (early_bytes > 0) {
@@ -319,11 +299,11 @@ __global__ void __launch_bounds__(WARP* WARPS*(PAIRED ? 2 : 1), BLOCKS)
     // Only now: `grouped_down_kernel` reads the starts before it waits for this kernel, and they
     // are final once a block of this kernel has got past its own wait.
     launch_dependents();
-    int* starts = reinterpret_cast<int*>(own_shared + NUM_STAGES * Tokens::STAGE_BYTES);
+    int* starts = reinterpret_cast<int*>(dynamic_shared + NUM_STAGES * Tokens::STAGE_BYTES);
     Aside<Tokens> aside = {starts + num_experts + 1}, next_aside = aside.other();
-    const Tiles tiles(starts, start, num_experts, Tokens::COLUMNS, thread, Tokens::THREADS, sync);
+    const Tiles tiles(starts, start, num_experts, Tokens::COLUMNS, thread, Tokens::THREADS);
     const int num_items = tiles.num_tiles * ((hidden + 16 * WARPS - 1) / (16 * WARPS));
-    int item = PAIRED ? blockIdx.x * 2 + half : blockIdx.x;
+    int item = blockIdx.x;
     if (item >= num_items) return;
     auto feature_of = [&](const Tile& tile) { return (tile.part * WARPS + warp) * 16; };
     auto first_row_of = [&](const Tile& tile) {
@@ -340,21 +320,20 @@ __global__ void __launch_bounds__(WARP* WARPS*(PAIRED ? 2 : 1), BLOCKS)
     };
     Tile tile = tiles.find(item);
     Cursor<Format> cursor;
-    Tokens tokens(own_shared, h, dim, thread);
-    tokens.half = half;
+    Tokens tokens(dynamic_shared, h, dim, thread);
     ask(cursor, tile);
     tokens.ask(cursor);
     copy_aside(aside, tile);
     end_copies();
     wait_copies<0>();
-    sync();
+    __syncthreads();
     tokens.copy_first(tile.count, [&](int column) { return aside.ids[column] / top_k; });
     for (;; swap(aside, next_aside)) {
-        item += gridDim.x * (PAIRED ? 2 : 1);
+        item += gridDim.x;
         const bool has_next = !WIDE && item < num_items;
         const Tile next = has_next ? tiles.find(item) : tile;
         // Nobody ends the item before any more.
-        sync();
+        __syncthreads();
         if (has_next) copy_aside(next_aside, next);
         tokens.run(cursor, tile.count);
 
@@ -363,7 +342,7 @@ __global__ void __launch_bounds__(WARP* WARPS*(PAIRED ? 2 : 1), BLOCKS)
             ask(cursor, next);
             tokens.ask(cursor);
             wait_copies<0>();
-            sync();
+            __syncthreads();
             tokens.copy_first(next.count,
                               [&](int column) { return next_aside.ids[column] / top_k; });
         }
@@ -401,27 +380,23 @@ __global__ void __launch_bounds__(WARP* WARPS*(PAIRED ? 2 : 1), BLOCKS)
 //
 // Bytes: D rows of weights for each expert with tokens, A * F * 2 from L2 for each part of the
 // rows, A * D * 2 of y.
-template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE, int AHEAD = 0, bool PAIRED = false>
-__global__ void __launch_bounds__(WARP* WARPS*(PAIRED ? 2 : 1), BLOCKS)
+template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE, int SIZES = 6>
+__global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_down_kernel(const u8* codes, const void* scale, const u16* act, const int* start,
                         const int* order, u16* y, int num_experts, int dim, int hidden,
                         int has_early_starts) {
     DYNAMIC_SHARED(dynamic_shared);
-    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, true, AHEAD, PAIRED>;
-    const int half = PAIRED ? threadIdx.x / Tokens::THREADS : 0;
-    const int thread = threadIdx.x - half * Tokens::THREADS;
-    const int lane = thread % WARP, warp = thread / WARP;
-    u8* own_shared = dynamic_shared + half * 40960;
-    auto sync = [&] { sync_half<PAIRED>(half, Tokens::THREADS); };
+    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, true, SIZES>;
+    const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     launch_dependents();
     // Starts and weights may be read here if the kernel before is `grouped_up_kernel`, which lets
     // this one begin after its own wait: so that weights are on their way while it ends.
     if (!has_early_starts) wait_for_previous_kernels();
-    int* starts = reinterpret_cast<int*>(own_shared + NUM_STAGES * Tokens::STAGE_BYTES);
+    int* starts = reinterpret_cast<int*>(dynamic_shared + NUM_STAGES * Tokens::STAGE_BYTES);
     Aside<Tokens> aside = {starts + num_experts + 1}, next_aside = aside.other();
-    const Tiles tiles(starts, start, num_experts, Tokens::COLUMNS, thread, Tokens::THREADS, sync);
+    const Tiles tiles(starts, start, num_experts, Tokens::COLUMNS, thread, Tokens::THREADS);
     const int num_items = tiles.num_tiles * ((dim + 32 * WARPS - 1) / (32 * WARPS));
-    int item = PAIRED ? blockIdx.x * 2 + half : blockIdx.x;
+    int item = blockIdx.x;
     if (item >= num_items) {
         wait_for_previous_kernels();
         return;
@@ -439,8 +414,7 @@ __global__ void __launch_bounds__(WARP* WARPS*(PAIRED ? 2 : 1), BLOCKS)
     };
     Tile tile = tiles.find(item);
     Cursor<Format> cursor;
-    Tokens tokens(own_shared, act, hidden, thread);
-    tokens.half = half;
+    Tokens tokens(dynamic_shared, act, hidden, thread);
     ask(cursor, tile);
     tokens.ask(cursor);
     wait_for_previous_kernels();
@@ -450,13 +424,13 @@ __global__ void __launch_bounds__(WARP* WARPS*(PAIRED ? 2 : 1), BLOCKS)
         tokens.run(cursor, tile.count);
 
         // The next item's weights and tokens are on their way while this one ends.
-        item += gridDim.x * (PAIRED ? 2 : 1);
+        item += gridDim.x;
         const bool has_next = !WIDE && item < num_items;
         const Tile next = has_next ? tiles.find(item) : tile;
         if (has_next) {
             ask(cursor, next);
             tokens.ask(cursor);
-            sync();
+            __syncthreads();
             copy_aside(next_aside, next);
             tokens.copy_first(next.count, [&](int column) { return next.first + column; });
         }

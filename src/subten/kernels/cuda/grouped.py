@@ -59,8 +59,7 @@ class GroupedPlan:
     A block takes up to 8 * `tiles` tokens of an expert and 32 rows of weights for each of its
     `warps`; a warp keeps 2 * `depth` KiB of weights in flight; `blocks` of them fit an SM, by
     registers, and at one tile so many an SM are launched, each taking one item after another. With
-    `wide` tensor cores read the tokens from shared memory by themselves, for four warps at once; L2
-    is then asked for weights `ahead` chunks of 128 bytes a row before they are loaded.
+    `wide` tensor cores read the tokens from shared memory by themselves, for four warps at once.
     """
 
     tiles: int
@@ -68,8 +67,6 @@ class GroupedPlan:
     depth: int
     blocks: int
     wide: bool = False
-    ahead: int = 0
-    paired: bool = False
 
     @property
     def columns(self) -> int:
@@ -82,8 +79,7 @@ class GroupedPlan:
         row_bytes = -(-self.depth * 2 * weight_format.block // 128) * 128
         row_bytes += 0 if self.wide else 64
         aside = 2 * (self.columns + 32 * self.warps)
-        own = NUM_STAGES * self.columns * row_bytes + 4 * (num_experts + 1 + aside)
-        return 2 * 40960 if self.paired else own
+        return NUM_STAGES * self.columns * row_bytes + 4 * (num_experts + 1 + aside)
 
 
 SHARES: Mapping[tuple[str, str], tuple[int, int, int]] = {
@@ -197,7 +193,7 @@ def launch_up(
         "grouped.cu",
         kernel_name("grouped_up_kernel", gate_up.format, plan),
         (num_blocks,),
-        32 * plan.warps * (1 + plan.paired),
+        32 * plan.warps,
         (
             gate_up.codes,
             gate_up.scale,
@@ -239,7 +235,7 @@ def launch_down(
         "grouped.cu",
         kernel_name("grouped_down_kernel", down.format, plan),
         (_num_blocks(num_assignments, num_experts, dim, DOWN_ROWS, plan),),
-        32 * plan.warps * (1 + plan.paired),
+        32 * plan.warps,
         (
             down.codes,
             down.scale,
@@ -337,13 +333,10 @@ def _num_blocks(
     """
     max_tiles = num_assignments // plan.columns + min(num_experts, num_assignments)
     max_items = max_tiles * -(-num_rows // (rows_warp * plan.warps))
-    if plan.paired:
-        return -(-max_items // 2)
     return min(max_items, NUM_SMS * plan.blocks) if plan.tiles == 1 else max_items
 
 
 def kernel_name(kernel: str, weight_format: str, plan: GroupedPlan) -> str:
     struct = FORMATS[weight_format].struct
-    wide = ("true", plan.ahead, str(plan.paired).lower()) if plan.wide else ("false",)
-    parameters = (struct, plan.tiles, plan.warps, plan.depth, plan.blocks, *wide)
+    parameters = (struct, plan.tiles, plan.warps, plan.depth, plan.blocks, str(plan.wide).lower())
     return f"{kernel}<{', '.join(map(str, parameters))}>"

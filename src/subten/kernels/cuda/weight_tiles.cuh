@@ -97,13 +97,11 @@ struct Cursor {
         scale_high = rows.high * blocks, scale_next = rows.next * blocks;
     }
 
-    template <bool IS_SHARED = false>
     INLINE void load(Block<Format>& block) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const u8* low_at = codes + i * next;
-            block.codes[i][0] = IS_SHARED ? load_constant16(low_at) : load_stream(low_at);
-            block.codes[i][1] = IS_SHARED ? load_constant16(low_at + high) : load_stream(low_at + high);
+            block.codes[i][0] = load_stream(codes + i * next);
+            block.codes[i][1] = load_stream(codes + i * next + high);
             if constexpr (Format::HAS_GROUP_SCALE) {
                 block.scale[i][0] = load_constant2(scale + i * scale_next);
                 block.scale[i][1] = load_constant2(scale + i * scale_next + scale_high);
@@ -111,13 +109,6 @@ struct Cursor {
         }
         codes += 64;
         scale += 1;
-    }
-
-    // Asks L2 for the lines of the warp's rows `bytes` on from what is loaded next: a lane has one of
-    // the four rows that it reads with three others.
-    INLINE void fetch(int bytes, int lane) const {
-        const int own = (lane & 1 ? high : 0) + (lane & 2 ? next : 0) - lane % 4 * 16;
-        fetch_line(codes + own + bytes);
     }
 };
 
