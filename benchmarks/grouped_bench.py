@@ -40,6 +40,8 @@ from subten.kernels.cuda import is_available
 from subten.kernels.cuda.grouped import (
     FORMATS,
     GroupedPlan,
+    both_kernel_name,
+    grouped,
     kernel_name,
     launch_combine,
     launch_down,
@@ -55,6 +57,8 @@ from subten.kernels.weight_formats import Weight
 TOKENS = (32, 128, 512, 2048)
 CROSSOVER_TOKENS = (4, 8, 12, 16, 24, 32)
 KERNELS = ("up", "down")
+"""Of several tiles. Of one, both products are a launch, timed with the one that follows."""
+
 MAX_SM_BYTES = 226 * 1024
 
 SHARES_TRIED = (
@@ -62,6 +66,7 @@ SHARES_TRIED = (
     (8, 3, 1),
     (8, 4, 1),
     (4, 2, 4),
+    (4, 4, 3),
     (4, 2, 3),
     (4, 3, 3),
     (6, 2, 2),
@@ -115,7 +120,7 @@ class Layers:
     def bytes_read(self, kernel: str, routing: Routing) -> int:
         """Bytes of the weights of the experts that have tokens."""
         weights = {"up": self.gate_up[0], "down": self.down[0]}
-        chosen = weights.values() if kernel == "experts" else [weights[kernel]]
+        chosen = [weights[kernel]] if kernel in weights else weights.values()
         num_touched = int(routing.topk_id_TK.unique().numel())
         return sum(weight.nbytes for weight in chosen) // self.config.num_experts * num_touched
 
@@ -131,13 +136,24 @@ def launches_us(run: Callable[[int], object], num_copies: int, num_replays: int)
     return all_us / num_launches
 
 
+def table_plan(kernel: str, layers: Layers, num_tokens: int) -> GroupedPlan:
+    """The plan that the op takes."""
+    config = layers.config
+    dim = config.d_ffn if kernel == "down" else config.d_model
+    return plan_grouped(dim, num_tokens * config.top_k, config.num_experts, layers.weight_format)
+
+
+def kernels_of(layers: Layers, num_tokens: int) -> tuple[str, ...]:
+    """What the plans are of."""
+    return ("both",) if table_plan("up", layers, num_tokens).tiles == 1 else KERNELS
+
+
 def plans_of(kernel: str, layers: Layers, num_tokens: int) -> list[GroupedPlan]:
     """The plan that the op takes, then others that fit an SM, for tiles of about the load."""
     config, weight_format = layers.config, layers.weight_format
-    num_assignments = num_tokens * config.top_k
-    dim = config.d_model if kernel == "up" else config.d_ffn
-    table = plan_grouped(dim, num_assignments, config.num_experts, weight_format)
+    table = table_plan(kernel, layers, num_tokens)
     nearby = {t for t in (1, 2, 4, 6, 8) if table.tiles / 2 <= t <= table.tiles * 2}
+    nearby = {1} if kernel == "both" else nearby
     plans = [table]
     for tiles, (warps, depth, blocks) in itertools.product(sorted(nearby), SHARES_TRIED):
         plan = GroupedPlan(tiles=tiles, warps=warps, depth=depth, blocks=blocks)
@@ -153,13 +169,17 @@ def plan_records(layers: Layers, num_tokens: int, args: argparse.Namespace) -> I
     routing = layers.routing(num_tokens)
     num_copies, hidden = len(layers.down), layers.config.d_ffn
     act_AF = torch.randn(num_tokens * layers.config.top_k, hidden, device=DEVICE).bfloat16()
+    residual_TD = torch.randn(num_tokens, layers.config.d_model, device=DEVICE)
 
     def run(kernel: str, plan: GroupedPlan, i: int) -> object:
+        if kernel == "both":
+            both = {"up_plan": plan, "down_plan": plan, "residual_TD": residual_TD}
+            return grouped(routing, layers.gate_up[i], layers.down[i], **both)
         if kernel == "up":
             return launch_up(routing, layers.gate_up[i], plan=plan)
         return launch_down(routing, act_AF, layers.down[i], plan=plan)
 
-    for kernel in KERNELS:
+    for kernel in kernels_of(layers, num_tokens):
         plans = plans_of(kernel, layers, num_tokens)
         table = plans[0]
         quick = {table: 0.0}
@@ -289,11 +309,15 @@ def jobs(cases: list[tuple[str, str]], args: argparse.Namespace) -> set[Job]:
     """Every kernel that the measurements need."""
     found: set[Job] = {("grouped.cu", "combine_kernel")}
     tokens = CROSSOVER_TOKENS if args.mode == "crossover" else args.tokens
-    for (shape, weight_format), kernel, num_tokens in itertools.product(cases, KERNELS, tokens):
+    for (shape, weight_format), num_tokens in itertools.product(cases, tokens):
         layers = Layers(config=SHAPES[shape], weight_format=weight_format, gate_up=[], down=[])
-        plans = plans_of(kernel, layers, num_tokens)
-        for plan in plans if args.plans == "all" and args.mode == "plans" else plans[:1]:
-            found.add(("grouped.cu", kernel_name(f"grouped_{kernel}_kernel", weight_format, plan)))
+        for kernel in kernels_of(layers, num_tokens):
+            plans = plans_of(kernel, layers, num_tokens)
+            for plan in plans if args.plans == "all" and args.mode == "plans" else plans[:1]:
+                name = both_kernel_name(weight_format, plan)
+                if kernel != "both":
+                    name = kernel_name(f"grouped_{kernel}_kernel", weight_format, plan)
+                found.add(("grouped.cu", name))
     return found
 
 

@@ -37,6 +37,9 @@ PLANS = [
 ]
 """What the emulator holds: one warp and more, some without rows, rings of 1, 2 and 3."""
 
+ONE_TILE_PLANS = [PLANS[0], GroupedPlan(tiles=1, warps=2, depth=3, blocks=1)]
+"""A warp, and two, one of which has no rows of `up`, in one launch."""
+
 WIDE_PLANS = [
     GroupedPlan(tiles=2, warps=4, depth=3, blocks=1, wide=True),
     GroupedPlan(tiles=4, warps=4, depth=2, blocks=1, wide=True),
@@ -191,10 +194,14 @@ def test_all_tokens_to_the_last_expert(randn, weight_format, num_tokens):
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize("num_sms", [1, 2, 5])
+@pytest.mark.parametrize("plan", ONE_TILE_PLANS, ids=str)
+@pytest.mark.parametrize("num_sms", [1, 3, 132])
 @pytest.mark.usefixtures("kernels", "poisoned")
-def test_blocks_walk_over_items(monkeypatch, randn, generator, weight_format, num_sms):
-    """The bits of a block for each item, whoever takes it, and whatever it asks for early."""
+def test_one_launch_has_the_bits_of_two(
+    monkeypatch, randn, generator, weight_format, plan, num_sms
+):
+    """Whoever takes an item, and whatever is asked for early: experts of two tiles and without
+    tokens, warps without rows, tokens that have an expert twice."""
     dim, hidden = SHAPES[weight_format]
     case = Case(
         randn,
@@ -203,14 +210,16 @@ def test_blocks_walk_over_items(monkeypatch, randn, generator, weight_format, nu
         D=dim,
         hidden=hidden,
         weight_format=weight_format,
-        residual_dtype=torch.float32,
+        residual_dtype=torch.bfloat16 if plan.warps == 1 else torch.float32,
     )
-    monkeypatch.setattr(cuda_grouped, "MAX_EARLY_BYTES", 0)
-    expected_TD = case.run(PLANS[0])
     monkeypatch.setattr(cuda_grouped, "NUM_SMS", num_sms)
     monkeypatch.setattr(cuda_grouped, "MAX_EARLY_BYTES", 2**18)
-    assert torch.equal(case.run(PLANS[0]), expected_TD)
-    case.check(expected_TD)
+    together_TD = case.run(plan)
+    case.check(together_TD)
+    assert torch.equal(case.run(plan), together_TD), "counters are zero again"
+    assert not bool(cuda_grouped._all_progress(together_TD.device).any())
+    monkeypatch.setattr(cuda_grouped, "MAX_PROGRESS", 0)
+    assert torch.equal(case.run(plan), together_TD)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -88,8 +88,6 @@ inline void copy16_weights(SharedAt to, const void* from) {
     emulation::has_waited[emulation::current] = has_waited;
 }
 
-inline int arrive(int* counter) { return (*counter)++; }
-
 inline u32 lanes_like(int v) {
     u32 mask = 0;
     exchange(v, [&](int lane, int other) { mask |= (u32)(other == v) << lane; });

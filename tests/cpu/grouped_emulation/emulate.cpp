@@ -18,9 +18,13 @@ using emulation::unpack;
      unpack(grouped_up_kernel<CODES, NT, WARPS, DEPTH, 1, WIDE>)},                  \
     {"grouped_down_kernel<" #CODES ", " #NT ", " #WARPS ", " #DEPTH ", 1, " #WIDE ">",      \
      unpack(grouped_down_kernel<CODES, NT, WARPS, DEPTH, 1, WIDE>)}
+#define IN_ONE(CODES, NT, WARPS, DEPTH)                                         \
+    {"grouped_both_kernel<" #CODES ", " #NT ", " #WARPS ", " #DEPTH ", 1>", \
+     unpack(grouped_both_kernel<CODES, NT, WARPS, DEPTH, 1>)}
 #define ALL(CODES)                                                                        \
     BOTH(CODES, 1, 1, 2, false), BOTH(CODES, 2, 2, 2, false), BOTH(CODES, 2, 2, 3, false), \
-        BOTH(CODES, 3, 3, 1, false), BOTH(CODES, 4, 2, 2, false)
+        BOTH(CODES, 3, 3, 1, false), BOTH(CODES, 4, 2, 2, false),                          \
+        BOTH(CODES, 1, 2, 3, false), IN_ONE(CODES, 1, 1, 2), IN_ONE(CODES, 1, 2, 3)
 
 const std::map<std::string, Launch> kernels = {
     ALL(Bf16Codes), ALL(Fp8Codes), ALL(Int4Codes), BOTH(Fp8Codes, 4, 4, 2, true),

@@ -45,17 +45,6 @@ INLINE float4 load4_from_block(SharedAt at, int rank) {
 // As `copy16`, of weights: before `wait_for_previous_kernels`, too.
 INLINE void copy16_weights(SharedAt to, const void* from) { copy16(to, from); }
 
-// Adds one; what threads of this block have written before a barrier can be seen, past L1, by whom
-// sees the sum. The sum before.
-INLINE int arrive(int* counter) {
-    int before;
-    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
-                 : "=r"(before)
-                 : "l"(counter)
-                 : "memory");
-    return before;
-}
-
 // The lanes of this warp that hold the same number.
 INLINE u32 lanes_like(int v) {
 #if __CUDA_ARCH__ >= 700

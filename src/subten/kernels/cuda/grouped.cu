@@ -45,15 +45,16 @@ struct Tiles {
         return e < num_experts ? (starts[e + 1] - starts[e] + most - 1) / most : 0;
     }
 
+    INLINE Tile find(int item) const { return part_of(item % num_tiles, item / num_tiles); }
+
     // All lanes of a warp call it together.
-    INLINE Tile find(int item) const {
-        const int index = item % num_tiles;
+    INLINE Tile part_of(int index, int part) const {
         const int owner = lowest_bit(lanes_where(up_to > index));
         int left = index - (from_lane(up_to, owner) - from_lane(own, owner));
         int e = owner * each;
         for (; left >= tiles_of(e); ++e) left -= tiles_of(e);
         const int first = starts[e] + left * most, rest = starts[e + 1] - first;
-        return {e, first, rest < most ? rest : most, item / num_tiles};
+        return {e, first, rest < most ? rest : most, part};
     }
 };
 
@@ -65,7 +66,7 @@ struct Tiles {
 //   inputs 2 i and 2 i + 1 (4 bytes) of a token:  word i / 8 of unit i % 8
 //
 // With IN_PLACE they lie like that in memory already; without, copies put them there, 4 bytes each.
-template <class Format, int NT, int WARPS, int DEPTH, bool WIDE, bool IN_PLACE, int SIZES>
+template <class Format, int NT, int WARPS, int DEPTH, bool WIDE, bool IN_PLACE>
 struct Product : Sums<Format, NT> {
     using Sums<Format, NT>::UNITS;
     using Sums<Format, NT>::BLOCK_BYTES;
@@ -91,8 +92,12 @@ struct Product : Sums<Format, NT> {
     int into, copied;  // the stage to fill, and the first unit to fill it with
 
     INLINE Product(u8* all_stages, const u16* all_x, int dim, int own_thread) {
-        stages = all_stages, x = all_x, thread = own_thread;
-        units = dim / 8, num_blocks = dim / (4 * Format::CODES);
+        stages = all_stages, thread = own_thread;
+        take_inputs(all_x, dim);
+    }
+
+    INLINE void take_inputs(const u16* all_x, int dim) {
+        x = all_x, units = dim / 8, num_blocks = dim / (4 * Format::CODES);
     }
 
     // Asks for the first blocks of weights.
@@ -160,18 +165,24 @@ struct Product : Sums<Format, NT> {
     }
 
     INLINE void run(Cursor<Format>& cursor, int num_columns) {
-        this->clear();
-        if (WIDE && SIZES & 2 && NT > 2 && num_columns <= 16)
-            run_tiles<2>(cursor, num_columns);
-        else if (WIDE && SIZES & 4 && NT > 4 && num_columns <= 32)
-            run_tiles<4>(cursor, num_columns);
-        else
-            run_tiles<NT>(cursor, num_columns);
+        run(cursor, num_columns, [](int, int) {});
     }
 
-    // With WIDE of TILES tiles, however many columns there are.
-    template <int TILES>
-    INLINE void run_tiles(Cursor<Format>& cursor, int num_columns) {
+    // `at_chunk(chunk, last)`: after the barrier of each chunk.
+    template <class AtChunk>
+    INLINE void run(Cursor<Format>& cursor, int num_columns, AtChunk at_chunk) {
+        this->clear();
+        if (WIDE && NT > 2 && num_columns <= 16)
+            run_tiles<2>(cursor, num_columns, at_chunk);
+        else if (WIDE && NT > 4 && num_columns <= 32)
+            run_tiles<4>(cursor, num_columns, at_chunk);
+        else
+            run_tiles<NT>(cursor, num_columns, at_chunk);
+    }
+
+    // Wide products are of TILES tiles, others of as many as there are columns for.
+    template <int TILES, class AtChunk>
+    INLINE void run_tiles(Cursor<Format>& cursor, int num_columns, AtChunk at_chunk) {
         const int lane = thread % WARP, num_chunks = (num_blocks + DEPTH - 1) / DEPTH;
         const int num_tiles = (num_columns + 7) / 8;
         const u8* own = stages + lane / 4 * ROW_BYTES + lane % 4 * 16;
@@ -182,6 +193,7 @@ struct Product : Sums<Format, NT> {
             // Chunk `chunk` is there, and nobody reads the one before it any more.
             __syncthreads();
             copy();
+            at_chunk(chunk, num_chunks - 1);
             const int left = num_blocks - chunk * DEPTH;
 #pragma unroll
             for (int s = 0; s < DEPTH; ++s) {
@@ -229,8 +241,8 @@ struct Product : Sums<Format, NT> {
     }
 };
 
-// What a block needs of an item besides weights and tokens, in shared memory, by copies that come
-// with the next group: the assignments of its columns, and the scales of its rows, 32 a warp.
+// What a block needs besides weights and tokens, in shared memory, by copies that come with the next
+// group: the assignments of its columns, and the scales of its rows, 32 a warp.
 template <class Tokens>
 struct Aside {
     int* ids;
@@ -267,6 +279,58 @@ INLINE void store_pair(u16* to, float low, float high) {
     *reinterpret_cast<u32*>(to) = pack_bf16(low, high);
 }
 
+// Writes act of a warp's 16 features, of those that there are, from gate and up of the columns.
+// `scales`: of the warp's 32 rows.
+template <class Format, int NT>
+INLINE void end_up(const float (&sum)[NT][2][4], const float* scales, const Tile& tile,
+                   int own_feature, u16* act, int hidden, int is_act_wide, int lane) {
+    const int feature = own_feature + lane / 4 * 2, pair = feature % 64 / 2;
+    const int place = is_act_wide ? feature - feature % 64 + pair % 8 * 8 + pair / 8 * 2 : feature;
+    float row_scale[2][2] = {{1, 1}, {1, 1}};
+    if constexpr (Format::HAS_ROW_SCALE) {
+        const float* own_scale = scales + lane / 4 * 2;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) row_scale[i / 2][i % 2] = own_scale[i / 2 + i % 2 * 16];
+    }
+#pragma unroll
+    for (int c = 0; c < 2 * NT; ++c) {
+        const int column = c / 2 * 8 + lane % 4 * 2 + c % 2;
+        if (column >= tile.count || own_feature >= hidden) continue;
+        float value[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float gate = sum[c / 2][i][c % 2] * Format::UNIT * row_scale[i][0];
+            const float up = sum[c / 2][i][c % 2 + 2] * Format::UNIT * row_scale[i][1];
+            value[i] = gate * rough_reciprocal(1.0f + exponential(-gate)) * up;
+        }
+        store_pair(act + (i64)(tile.first + column) * hidden + place, value[0], value[1]);
+    }
+}
+
+// Writes a warp's 32 rows of y, of those that there are, at the places `ids` of the columns.
+template <class Format, int NT>
+INLINE void end_down(const float (&sum)[NT][2][4], const float* scales, const int* ids,
+                     const Tile& tile, int own_row, u16* y, int dim, int lane) {
+    const int row = own_row + lane / 4 * 4;
+    float row_scale[4] = {1, 1, 1, 1};
+    if constexpr (Format::HAS_ROW_SCALE) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) row_scale[i] = scales[lane / 4 * 4 + i];
+    }
+#pragma unroll
+    for (int c = 0; c < 2 * NT; ++c) {
+        const int column = c / 2 * 8 + lane % 4 * 2 + c % 2;
+        if (column >= tile.count || own_row >= dim) continue;
+        u16* to = y + (i64)ids[column] * dim + row;
+        float value[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            value[i] = sum[c / 2][i / 2][c % 2 + i % 2 * 2] * Format::UNIT * row_scale[i];
+        store_pair(to, value[0], value[1]);
+        store_pair(to + 2, value[2], value[3]);
+    }
+}
+
 // act[p] = silu(gate_e h[order[p] / K]) * up_e h[order[p] / K], bf16 [A, F]; with `is_act_wide` every
 // 64 features in the order in which wide products take them (`Product`).
 //
@@ -279,98 +343,38 @@ INLINE void store_pair(u16* to, float low, float high) {
 // FP8, 512 tokens of qwen3-30b-a3b: 403 MB, 90 us at 4.5 TB/s. For 128 inputs and 48 tokens a warp
 // has 445 instructions (SASS; 96 of them `mma`), or 368 with WIDE (16 of them `wgmma`), and its
 // share of the memory's time is 820 cycles.
-template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE, int SIZES = 6>
+template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE>
 __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_up_kernel(const u8* codes, const void* scale, const u16* h, const int* start,
                       const int* order, u16* act, int num_experts, int top_k, int dim,
-                      int hidden, int early_bytes, int is_act_wide) {
+                      int hidden, int is_act_wide) {
     DYNAMIC_SHARED(dynamic_shared);
-    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, false, SIZES>;
+    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, false>;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
-    // While experts are chosen, and nothing else reads memory: where each will have tokens, these
-    // are about the rows that the first items take.
-    if (early_bytes > 0) {
-        const int e = blockIdx.x % num_experts, part = blockIdx.x / num_experts;
-        const int feature = (part * WARPS + warp) * 16 + lane % 16;
-        const i64 row = (i64)e * 2 * hidden + feature + lane / 16 * hidden;
-        if (feature < hidden) fetch_to_l2(codes + row * (dim / Format::CODES * 16), early_bytes);
-    }
     wait_for_previous_kernels();
     // Only now: `grouped_down_kernel` reads the starts before it waits for this kernel, and they
     // are final once a block of this kernel has got past its own wait.
     launch_dependents();
     int* starts = reinterpret_cast<int*>(dynamic_shared + NUM_STAGES * Tokens::STAGE_BYTES);
-    Aside<Tokens> aside = {starts + num_experts + 1}, next_aside = aside.other();
+    const Aside<Tokens> aside = {starts + num_experts + 1};
     const Tiles tiles(starts, start, num_experts, Tokens::COLUMNS, thread, Tokens::THREADS);
-    const int num_items = tiles.num_tiles * ((hidden + 16 * WARPS - 1) / (16 * WARPS));
-    int item = blockIdx.x;
-    if (item >= num_items) return;
-    auto feature_of = [&](const Tile& tile) { return (tile.part * WARPS + warp) * 16; };
-    auto first_row_of = [&](const Tile& tile) {
-        const int own = feature_of(tile);
-        return (i64)tile.expert * 2 * hidden + (own < hidden ? own : hidden - 16);
-    };
-    auto ask = [&](Cursor<Format>& cursor, const Tile& tile) {
-        const i64 row = first_row_of(tile) + lane / 4 * 2;
-        cursor = Cursor<Format>(codes, scale, row, {hidden, 1}, dim, lane);
-    };
-    auto copy_aside = [&](const Aside<Tokens>& to, const Tile& tile) {
-        const i64 row = first_row_of(tile) + lane % 16 + lane / 16 * hidden;
-        to.copy(order, tile, scale_of<Format>(scale, row), thread);
-    };
-    Tile tile = tiles.find(item);
-    Cursor<Format> cursor;
+    if (blockIdx.x >= tiles.num_tiles * ((hidden + 16 * WARPS - 1) / (16 * WARPS))) return;
+    const Tile tile = tiles.find(blockIdx.x);
+    const int own_feature = (tile.part * WARPS + warp) * 16;
+    const i64 first_row =
+        (i64)tile.expert * 2 * hidden + (own_feature < hidden ? own_feature : hidden - 16);
+    Cursor<Format> cursor(codes, scale, first_row + lane / 4 * 2, {hidden, 1}, dim, lane);
     Tokens tokens(dynamic_shared, h, dim, thread);
-    ask(cursor, tile);
     tokens.ask(cursor);
-    copy_aside(aside, tile);
+    aside.copy(order, tile, scale_of<Format>(scale, first_row + lane % 16 + lane / 16 * hidden),
+               thread);
     end_copies();
     wait_copies<0>();
     __syncthreads();
     tokens.copy_first(tile.count, [&](int column) { return aside.ids[column] / top_k; });
-    for (;; swap(aside, next_aside)) {
-        item += gridDim.x;
-        const bool has_next = !WIDE && item < num_items;
-        const Tile next = has_next ? tiles.find(item) : tile;
-        // Nobody ends the item before any more.
-        __syncthreads();
-        if (has_next) copy_aside(next_aside, next);
-        tokens.run(cursor, tile.count);
-
-        // The next item's weights and tokens are on their way while this one ends.
-        if (has_next) {
-            ask(cursor, next);
-            tokens.ask(cursor);
-            wait_copies<0>();
-            __syncthreads();
-            tokens.copy_first(next.count,
-                              [&](int column) { return next_aside.ids[column] / top_k; });
-        }
-        const int own_feature = feature_of(tile), feature = own_feature + lane / 4 * 2;
-        const int pair = feature % 64 / 2;
-        const int place = is_act_wide ? feature - feature % 64 + pair % 8 * 8 + pair / 8 * 2 : feature;
-        float row_scale[2][2] = {{1, 1}, {1, 1}};
-        if constexpr (Format::HAS_ROW_SCALE) {
-            const float* own_scale = aside.scales() + warp * WARP + lane / 4 * 2;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) row_scale[i / 2][i % 2] = own_scale[i / 2 + i % 2 * 16];
-        }
-#pragma unroll
-        for (int c = 0; c < 2 * NT; ++c) {
-            const int column = c / 2 * 8 + lane % 4 * 2 + c % 2;
-            if (column >= tile.count || own_feature >= hidden) continue;
-            float value[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float gate = tokens.sum[c / 2][i][c % 2] * Format::UNIT * row_scale[i][0];
-                const float up = tokens.sum[c / 2][i][c % 2 + 2] * Format::UNIT * row_scale[i][1];
-                value[i] = gate * rough_reciprocal(1.0f + exponential(-gate)) * up;
-            }
-            store_pair(act + (i64)(tile.first + column) * hidden + place, value[0], value[1]);
-        }
-        if (!has_next) return;
-        tile = next;
-    }
+    tokens.run(cursor, tile.count);
+    end_up<Format>(tokens.sum, aside.scales() + warp * WARP, tile, own_feature, act, hidden,
+                   is_act_wide, lane);
 }
 
 // y[order[p]] = down_e act[p], bf16 [A, D], back at the place of the assignment. Wide products take
@@ -380,91 +384,50 @@ __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
 //
 // Bytes: D rows of weights for each expert with tokens, A * F * 2 from L2 for each part of the
 // rows, A * D * 2 of y.
-template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE, int SIZES = 6>
+template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE>
 __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
     grouped_down_kernel(const u8* codes, const void* scale, const u16* act, const int* start,
                         const int* order, u16* y, int num_experts, int dim, int hidden,
                         int has_early_starts) {
     DYNAMIC_SHARED(dynamic_shared);
-    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, true, SIZES>;
+    using Tokens = Product<Format, NT, WARPS, DEPTH, WIDE, true>;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     launch_dependents();
     // Starts and weights may be read here if the kernel before is `grouped_up_kernel`, which lets
     // this one begin after its own wait: so that weights are on their way while it ends.
     if (!has_early_starts) wait_for_previous_kernels();
     int* starts = reinterpret_cast<int*>(dynamic_shared + NUM_STAGES * Tokens::STAGE_BYTES);
-    Aside<Tokens> aside = {starts + num_experts + 1}, next_aside = aside.other();
+    const Aside<Tokens> aside = {starts + num_experts + 1};
     const Tiles tiles(starts, start, num_experts, Tokens::COLUMNS, thread, Tokens::THREADS);
-    const int num_items = tiles.num_tiles * ((dim + 32 * WARPS - 1) / (32 * WARPS));
-    int item = blockIdx.x;
-    if (item >= num_items) {
+    if (blockIdx.x >= tiles.num_tiles * ((dim + 32 * WARPS - 1) / (32 * WARPS))) {
         wait_for_previous_kernels();
         return;
     }
-    auto own_row_of = [&](const Tile& tile) { return (tile.part * WARPS + warp) * 32; };
-    auto first_row_of = [&](const Tile& tile) {
-        const int own = own_row_of(tile);
-        return (i64)tile.expert * dim + (own < dim ? own : dim - 32);
-    };
-    auto ask = [&](Cursor<Format>& cursor, const Tile& tile) {
-        cursor = Cursor<Format>(codes, scale, first_row_of(tile) + lane / 4 * 4, {1, 2}, hidden, lane);
-    };
-    auto copy_aside = [&](const Aside<Tokens>& to, const Tile& tile) {
-        to.copy(order, tile, scale_of<Format>(scale, first_row_of(tile) + lane), thread);
-    };
-    Tile tile = tiles.find(item);
-    Cursor<Format> cursor;
+    const Tile tile = tiles.find(blockIdx.x);
+    const int own_row = (tile.part * WARPS + warp) * 32;
+    const i64 first_row = (i64)tile.expert * dim + (own_row < dim ? own_row : dim - 32);
+    Cursor<Format> cursor(codes, scale, first_row + lane / 4 * 4, {1, 2}, hidden, lane);
     Tokens tokens(dynamic_shared, act, hidden, thread);
-    ask(cursor, tile);
     tokens.ask(cursor);
     wait_for_previous_kernels();
-    copy_aside(aside, tile);
+    aside.copy(order, tile, scale_of<Format>(scale, first_row + lane), thread);
     tokens.copy_first(tile.count, [&](int column) { return tile.first + column; });
-    for (;; swap(aside, next_aside)) {
-        tokens.run(cursor, tile.count);
-
-        // The next item's weights and tokens are on their way while this one ends.
-        item += gridDim.x;
-        const bool has_next = !WIDE && item < num_items;
-        const Tile next = has_next ? tiles.find(item) : tile;
-        if (has_next) {
-            ask(cursor, next);
-            tokens.ask(cursor);
-            __syncthreads();
-            copy_aside(next_aside, next);
-            tokens.copy_first(next.count, [&](int column) { return next.first + column; });
-        }
-        const int own_row = own_row_of(tile), row = own_row + lane / 4 * 4;
-        float row_scale[4] = {1, 1, 1, 1};
-        if constexpr (Format::HAS_ROW_SCALE) {
-            const float* own_scale = aside.scales() + warp * WARP + lane / 4 * 4;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) row_scale[i] = own_scale[i];
-        }
-#pragma unroll
-        for (int c = 0; c < 2 * NT; ++c) {
-            const int column = c / 2 * 8 + lane % 4 * 2 + c % 2;
-            if (column >= tile.count || own_row >= dim) continue;
-            u16* to = y + (i64)aside.ids[column] * dim + row;
-            float value[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                value[i] = tokens.sum[c / 2][i / 2][c % 2 + i % 2 * 2] * Format::UNIT * row_scale[i];
-            store_pair(to, value[0], value[1]);
-            store_pair(to + 2, value[2], value[3]);
-        }
-        if (!has_next) return;
-        tile = next;
-    }
+    tokens.run(cursor, tile.count);
+    end_down<Format>(tokens.sum, aside.scales() + warp * WARP, aside.ids, tile, own_row, y, dim,
+                     lane);
 }
 
 // out_d = residual_d + sum_k weight_k y[t * K + k]_d, k in order; a block is a token, a thread 8
-// features at a time. Bytes: 2 * A * D of y, mostly from L2, and 2 * T * D * itemsize.
+// features at a time. Sets what `grouped_both_kernel` has counted back to zero.
+// Bytes: 2 * A * D of y, mostly from L2, and 2 * T * D * itemsize.
 __global__ void __launch_bounds__(256)
     combine_kernel(const u16* y, const float* topk_weight, const void* residual,
-                   i64 residual_stride, void* out, int residual_is_bf16, int top_k, int dim) {
+                   i64 residual_stride, void* out, int residual_is_bf16, int top_k, int dim,
+                   int* progress, int num_progress) {
     launch_dependents();
     wait_for_previous_kernels();
+    if (blockIdx.x == 0)
+        for (int i = threadIdx.x; i < num_progress; i += blockDim.x) progress[i] = 0;
     const int token = blockIdx.x, units = dim / 8;
     const float* weight = topk_weight + (i64)token * top_k;
     for (int u = threadIdx.x; u < units; u += blockDim.x) {
@@ -504,3 +467,5 @@ __global__ void __launch_bounds__(256)
         }
     }
 }
+
+#include "grouped_both.cuh"

@@ -7,6 +7,7 @@ features.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,9 +25,12 @@ UP_ROWS = 16
 DOWN_ROWS = 32
 """Rows of a warp of `down`."""
 
-MAX_EARLY_BYTES = 40 * 10**6
-"""Of weights that `up` asks for before it knows the experts, so that L2, of 50 MB, holds them: 7 us
-a layer of a batch of 32 of qwen3-30b-a3b in FP8 (benchmarks/plans/h200-steps.json)."""
+MAX_EARLY_BYTES = 28 * 10**6
+"""Of weights that `launch_both` asks L2 for before it knows the experts: 2 us a layer of a batch of
+32 of qwen3-30b-a3b in FP8, where 40 MB bring 1 (benchmarks/plans/h200-grouped-both.json)."""
+
+MAX_PROGRESS = 2**14
+"""Numbers by which the blocks of `launch_both` see how far it is: one, and one for each tile."""
 
 NUM_STAGES = 3
 """Stages of tokens in shared memory: `NUM_STAGES` of grouped.cu."""
@@ -58,7 +62,7 @@ class GroupedPlan:
 
     A block takes up to 8 * `tiles` tokens of an expert and 32 rows of weights for each of its
     `warps`; a warp keeps 2 * `depth` KiB of weights in flight; `blocks` of them fit an SM, by
-    registers, and at one tile so many an SM are launched, each taking one item after another. With
+    registers, and `launch_both` launches so many an SM, each taking one item after another. With
     `wide` tensor cores read the tokens from shared memory by themselves, for four warps at once.
     """
 
@@ -74,17 +78,17 @@ class GroupedPlan:
         return 8 * self.tiles
 
     def shared_bytes(self, weight_format: GroupedFormat, num_experts: int) -> int:
-        """Of a block: stages of rows that are an odd number of 64 bytes, experts' starts, and for
-        each of two items the assignments of its tile and the scales of its rows."""
+        """Of a block: stages of rows that are an odd number of 64 bytes, experts' starts, for each
+        of two items the assignments of its tile and the scales of its rows, and the next item."""
         row_bytes = -(-self.depth * 2 * weight_format.block // 128) * 128
         row_bytes += 0 if self.wide else 64
         aside = 2 * (self.columns + 32 * self.warps)
-        return NUM_STAGES * self.columns * row_bytes + 4 * (num_experts + 1 + aside)
+        return NUM_STAGES * self.columns * row_bytes + 4 * (num_experts + 2 + aside)
 
 
 SHARES: Mapping[tuple[str, str], tuple[int, int, int]] = {
     ("one tile", "none"): (4, 2, 3),
-    ("one tile", "fp8"): (8, 2, 2),
+    ("one tile", "fp8"): (4, 4, 3),
     ("one tile", "int4"): (4, 2, 3),
     ("two tiles", "none"): (8, 2, 2),
     ("two tiles", "fp8"): (8, 2, 2),
@@ -102,7 +106,7 @@ SHARES: Mapping[tuple[str, str], tuple[int, int, int]] = {
 """(case, format) to (warps, depth, blocks): about the fastest of eight for 32, 512 and 2048 tokens
 of qwen3-30b-a3b and mixtral-8x7b, whose rows are 768 and 2048, and 4096 and 14336 inputs
 (benchmarks/plans/h200-grouped-plans.json, by `benchmarks/grouped_bench.py`); one tile of FP8 within
-a step of 32 tokens of qwen3-30b-a3b (h200-steps.json, by `benchmarks/step_bench.py`)."""
+a step of 32 tokens of qwen3-30b-a3b, of five, and alone (h200-grouped-both.json)."""
 
 LONG_ROW = 4096
 VERY_LONG_ROW = 8192
@@ -148,10 +152,12 @@ def grouped(
     down_plan: GroupedPlan | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
-    """`experts` for a routing with its order: [T, D] of the residual's dtype, in three launches.
+    """`experts` for a routing with its order: [T, D] of the residual's dtype.
 
-    The output of each expert is rounded to bfloat16, as its hidden activation is; sums are FP32 in
-    a fixed order. `suits` says what it takes.
+    At one tile in two launches, else in three. The output of each expert is rounded to bfloat16, as
+    its hidden activation is; sums are FP32 in a fixed order. `suits` says what it takes. Launches
+    on one device must follow one another: they share counters, which return to zero; the first one,
+    outside of any graph capture, allocates them.
     """
     num_assignments, num_experts = routing.topk_id_TK.numel(), gate_up.shape[0]
     has_wide = _has_wide(residual_TD.device)
@@ -162,9 +168,70 @@ def grouped(
         )
         for plan, weight in ((up_plan, gate_up), (down_plan, down))
     )
-    act_AF = launch_up(routing, gate_up, plan=up_plan, is_act_wide=down_plan.wide, pdl=pdl)
-    y_AD = launch_down(routing, act_AF, down, plan=down_plan, pdl=pdl)
-    return launch_combine(routing, y_AD, residual_TD=residual_TD, pdl=pdl)
+    progress = None
+    num_progress = 1 + _max_tiles(num_assignments, num_experts, up_plan)
+    if up_plan.tiles == 1 and up_plan == down_plan and num_progress <= MAX_PROGRESS:
+        progress = _all_progress(residual_TD.device)[:num_progress]
+        y_AD = launch_both(routing, gate_up, down, progress=progress, plan=up_plan, pdl=pdl)
+    else:
+        act_AF = launch_up(routing, gate_up, plan=up_plan, is_act_wide=down_plan.wide, pdl=pdl)
+        y_AD = launch_down(routing, act_AF, down, plan=down_plan, pdl=pdl)
+    return launch_combine(routing, y_AD, residual_TD=residual_TD, progress=progress, pdl=pdl)
+
+
+def launch_both(
+    routing: Routing,
+    gate_up: Weight,
+    down: Weight,
+    *,
+    progress: torch.Tensor,
+    plan: GroupedPlan,
+    pdl: bool = True,
+) -> torch.Tensor:
+    """down silu(gate h) * (up h) of each assignment, at its own place: bfloat16 [A, D]; one launch.
+
+    progress: int32 zeros, one and one for each tile there may be. Afterwards they are not;
+    `launch_combine`, which must follow, makes them zeros again.
+    """
+    num_experts, double_hidden, dim = gate_up.shape
+    hidden, (num_tokens, top_k) = double_hidden // 2, routing.topk_id_TK.shape
+    num_assignments, device = num_tokens * top_k, routing.h_TD.device
+    new = functools.partial(torch.empty, dtype=torch.bfloat16, device=device)
+    act_AF, y_AD = new(num_assignments, hidden), new(num_assignments, dim)
+    parts = -(-hidden // (UP_ROWS * plan.warps)) + -(-dim // (DOWN_ROWS * plan.warps))
+    max_items = _max_tiles(num_assignments, num_experts, plan) * parts
+    num_blocks = min(max_items, NUM_SMS * plan.blocks)
+    early_bytes = 0
+    # From a token an expert on, some two thirds of the experts have one.
+    if pdl and num_assignments >= num_experts:
+        early_bytes = MAX_EARLY_BYTES // (num_blocks * 32 * plan.warps) // 64 * 64
+    runtime.launch(
+        "grouped.cu",
+        both_kernel_name(gate_up.format, plan),
+        (num_blocks,),
+        32 * plan.warps,
+        (
+            gate_up.codes,
+            gate_up.scale,
+            down.codes,
+            down.scale,
+            routing.h_TD,
+            routing.expert_start_E1,
+            routing.order_A,
+            act_AF,
+            y_AD,
+            progress,
+            num_experts,
+            top_k,
+            dim,
+            hidden,
+            early_bytes,
+        ),
+        device=device,
+        shared_bytes=plan.shared_bytes(FORMATS[gate_up.format], num_experts),
+        pdl=pdl,
+    )
+    return y_AD
 
 
 def launch_up(
@@ -183,16 +250,10 @@ def launch_up(
     hidden, (num_tokens, top_k) = double_hidden // 2, routing.topk_id_TK.shape
     num_assignments, device = num_tokens * top_k, routing.h_TD.device
     act_AF = torch.empty(num_assignments, hidden, dtype=torch.bfloat16, device=device)
-    num_blocks = _num_blocks(num_assignments, num_experts, hidden, UP_ROWS, plan)
-    early_bytes = 0
-    # From 1.5 tokens an expert on, three of four experts have one.
-    if pdl and plan.tiles == 1 and 2 * num_assignments >= 3 * num_experts:
-        each = MAX_EARLY_BYTES // (num_blocks * 32 * plan.warps)
-        early_bytes = min(each // 64 * 64, dim // FORMATS[gate_up.format].codes * 16)
     runtime.launch(
         "grouped.cu",
         kernel_name("grouped_up_kernel", gate_up.format, plan),
-        (num_blocks,),
+        (_num_blocks(num_assignments, num_experts, hidden, UP_ROWS, plan),),
         32 * plan.warps,
         (
             gate_up.codes,
@@ -205,7 +266,6 @@ def launch_up(
             top_k,
             dim,
             hidden,
-            early_bytes,
             int(is_act_wide),
         ),
         device=device,
@@ -256,9 +316,17 @@ def launch_down(
 
 
 def launch_combine(
-    routing: Routing, y_AD: torch.Tensor, *, residual_TD: torch.Tensor, pdl: bool = True
+    routing: Routing,
+    y_AD: torch.Tensor,
+    *,
+    residual_TD: torch.Tensor,
+    progress: torch.Tensor | None = None,
+    pdl: bool = True,
 ) -> torch.Tensor:
-    """residual + sum_k weight_k y_k: [T, D] of the residual's dtype; one launch."""
+    """residual + sum_k weight_k y_k: [T, D] of the residual's dtype; one launch.
+
+    progress: that of the `launch_both` before it, if any.
+    """
     num_tokens, dim = residual_TD.shape
     out_TD = torch.empty(num_tokens, dim, dtype=residual_TD.dtype, device=residual_TD.device)
     runtime.launch(
@@ -275,6 +343,8 @@ def launch_combine(
             int(residual_TD.dtype == torch.bfloat16),
             routing.topk_id_TK.shape[1],
             dim,
+            progress,
+            0 if progress is None else len(progress),
         ),
         device=residual_TD.device,
         pdl=pdl,
@@ -322,18 +392,32 @@ def _has_wide(device: torch.device) -> bool:
     return device.type == "cuda" and detect(str(device)).capability == (9, 0)
 
 
+@functools.cache
+def _all_progress(device: torch.device) -> torch.Tensor:
+    return torch.zeros(MAX_PROGRESS, dtype=torch.int32, device=device)
+
+
+def _max_tiles(num_assignments: int, num_experts: int, plan: GroupedPlan) -> int:
+    """Full tiles, and for each expert with tokens one that is not full."""
+    return num_assignments // plan.columns + min(num_experts, num_assignments)
+
+
 def _num_blocks(
     num_assignments: int, num_experts: int, num_rows: int, rows_warp: int, plan: GroupedPlan
 ) -> int:
-    """One for each item there may be; at one tile as many as the SMs hold, which then walk.
+    """One for each item there may be: a tile and a part of the rows.
 
-    Items are parts of the rows, times full tiles and for each expert with tokens one that is not
-    full. Those of several tiles differ by their tokens, and a step of 512 tokens is 4 % faster if
-    whichever SM is free takes the next.
+    Items of several tiles differ by their tokens, and a step of 512 tokens is 4 % faster if
+    whichever SM is free takes the next than if as many blocks as the SMs hold walk over them.
     """
-    max_tiles = num_assignments // plan.columns + min(num_experts, num_assignments)
-    max_items = max_tiles * -(-num_rows // (rows_warp * plan.warps))
-    return min(max_items, NUM_SMS * plan.blocks) if plan.tiles == 1 else max_items
+    parts = -(-num_rows // (rows_warp * plan.warps))
+    return _max_tiles(num_assignments, num_experts, plan) * parts
+
+
+def both_kernel_name(weight_format: str, plan: GroupedPlan) -> str:
+    struct = FORMATS[weight_format].struct
+    parameters = (struct, plan.tiles, plan.warps, plan.depth, plan.blocks)
+    return f"grouped_both_kernel<{', '.join(map(str, parameters))}>"
 
 
 def kernel_name(kernel: str, weight_format: str, plan: GroupedPlan) -> str:

@@ -78,4 +78,34 @@ INLINE int sum_to_lane(int v, int lane) {
     return v;
 }
 
+// Adds one; what threads of this block have written before a barrier can be seen, past L1, by whom
+// sees the sum. The sum before.
+INLINE int arrive(int* counter) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "l"(counter)
+                 : "memory");
+    return before;
+}
+
+// Adds one; the sum before. No more than that can be relied on.
+INLINE int take(int* counter) {
+    int before;
+    asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "l"(counter)
+                 : "memory");
+    return before;
+}
+
+// Returns once `counter` is `sum`; then what was written before its arrivals can be seen, past L1, by
+// the threads of this block after a barrier.
+INLINE void wait_until(const int* counter, int sum) {
+    int v;
+    do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(counter) : "memory");
+    } while (v != sum);
+}
+
 #endif
