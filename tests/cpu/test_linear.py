@@ -9,7 +9,8 @@ import torch
 
 from conftest import assert_close
 from subten.kernels import linear as linear_module
-from subten.kernels.linear import MAX_ONE_LAUNCH, linear, linear_torch, unpack_beside
+from subten.kernels.beside import unpack_beside
+from subten.kernels.linear import MAX_ONE_LAUNCH, linear, linear_torch, unpack_rows
 from subten.kernels.weight_formats import WEIGHT_FORMATS, Weight
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -204,7 +205,7 @@ def test_the_twin_adds_nothing_to_a_plain_product(randn: Callable[..., torch.Ten
 def test_few_programs_unpack_all_tiles(randn, weight_format, most_programs):
     weight = Weight.of(randn(75, 256).bfloat16(), weight_format, search=False)
     w_NK = torch.full((75, 256), torch.nan, dtype=torch.bfloat16, device=weight.codes.device)
-    linear_module._unpack(weight, slice(0, 75), w_NK, block_r=32, most_programs=most_programs)
+    unpack_rows(weight, slice(0, 75), w_NK, block_r=32, most_programs=most_programs)
     # The interpreter rounds toward zero: a unit of the last of bfloat16's 8 bits.
     torch.testing.assert_close(w_NK.float(), weight.dequantize(), rtol=2**-7, atol=0)
     assert torch.equal(w_NK, linear_module._unpacked(weight, slice(0, 75)))

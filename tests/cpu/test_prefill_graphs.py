@@ -15,7 +15,7 @@ from subten.core import PAGE_SIZE, BatchItem, Request, SamplingParams, Sequence
 from subten.engine import prefill_graphs
 from subten.engine.graph_inputs import capture_cuda_graph
 from subten.engine.prefill_graphs import CHUNK_SIZES, PrefillGraphs
-from subten.kernels.linear import Beside
+from subten.kernels.beside import Beside
 from subten.kernels.step import QUERY_TILE, make_step
 from subten.layers.attention import Attention
 from subten.models import read_config

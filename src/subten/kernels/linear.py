@@ -5,13 +5,10 @@ Letters: T tokens, N output features, K inputs, R rows of a chunk of the weight.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from subten.kernels.attend_tiles import num_sms
 from subten.kernels.cpu_linear import cpu_linear
 from subten.kernels.norm_rope import rms_norm, rms_norm_torch
 from subten.kernels.triton_shim import tl, triton, triton_jit
@@ -191,98 +188,17 @@ def _product(h_TK: torch.Tensor, w_RK: torch.Tensor, out_dtype: torch.dtype) -> 
     return cpu_linear(h_TK, w_RK)
 
 
-class Beside:
-    """Weights that are unpacked while other work runs, each for one `linear` of many tokens."""
-
-    def __init__(self, weights: list[Weight]) -> None:
-        self._weights = weights
-        self._values: dict[int, torch.Tensor] = {}
-
-    def start(self) -> None:
-        """Unpack them beside the launches from here on, until `join`."""
-        device = self._weights[0].codes.device
-        side = _side_stream(device)
-        # Memory of the stream that will read it: what has used it before has ended where `side`
-        # begins.
-        self._values = {
-            id(weight): torch.empty(weight.shape, dtype=weight.dtype, device=device)
-            for weight in self._weights
-        }
-        side.wait_stream(torch.cuda.current_stream(device))
-        programs = SIDE_PROGRAMS * num_sms(device)
-        with torch.cuda.stream(side):
-            for weight in self._weights:
-                w_NK = self._values[id(weight)]
-                _unpack(
-                    weight, slice(0, len(w_NK)), w_NK, block_r=SIDE_ROWS, most_programs=programs
-                )
-
-    def join(self) -> None:
-        """Let the launches from here on come after what was started."""
-        device = self._weights[0].codes.device
-        torch.cuda.current_stream(device).wait_stream(_side_stream(device))
-
-    def take(self, weight: Weight) -> Weight:
-        """A weight in the dtype of its layer, once; itself where it is not unpacked."""
-        values = self._values.pop(id(weight), None)
-        return weight if values is None else Weight.of(values)
-
-
-def add_product(residual_TN: torch.Tensor, x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
-    """residual + x @ w.T, in the residual's own memory; it is float32, the others bfloat16.
-
-    The bits of `linear`, less a launch that reads and writes all of it.
-    """
-    return torch.addmm(residual_TN, x_TK, w_NK.T, out_dtype=torch.float32, out=residual_TN)
-
-
-SIDE_TOKENS = 64
-"""Tokens from which every backend unpacks a weight whole."""
-
-SIDE_ROWS = 32
-"""Rows of a tile of what is unpacked beside other work."""
-
-SIDE_PROGRAMS = 2
-"""Programs of that a multiprocessor: the router's have room beside so many, and come first."""
-
-
-def unpack_beside(weights: Iterable[Weight], num_tokens: int) -> Beside | None:
-    """Those of `weights` that `linear` of so many tokens would unpack whole, none of them started.
-
-    Within a graph capture alone, where it costs no host's time; None where there are none. What is
-    started must be joined before the capture ends.
-    """
-    if num_tokens < SIDE_TOKENS:
-        return None
-    packed = [
-        weight
-        for weight in weights
-        if weight.scale is not None
-        and weight.codes.device.type == "cuda"
-        and chunk_rows(weight.in_features, weight.codes.device) >= weight.shape[0]
-    ]
-    if not packed:
-        return None
-    _side_stream(packed[0].codes.device)  # made before there is a capture
-    return Beside(packed) if torch.cuda.is_current_stream_capturing() else None
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
 def _unpacked(weight: Weight, rows: slice) -> torch.Tensor:
     """Rows of the weight in its dtype: a view for `none`, else one launch into a new tensor."""
     if weight.scale is None:
         return weight.codes[rows]
     shape = (rows.stop - rows.start, weight.in_features)
     w_RK = torch.empty(shape, dtype=weight.dtype, device=weight.codes.device)
-    _unpack(weight, rows, w_RK)
+    unpack_rows(weight, rows, w_RK)
     return w_RK
 
 
-def _unpack(
+def unpack_rows(
     weight: Weight,
     rows: slice,
     w_RK: torch.Tensor,
@@ -290,7 +206,10 @@ def _unpack(
     block_r: int = 16,
     most_programs: int | None = None,
 ) -> None:
-    """Write rows of a quantised weight to `w_RK`; one launch."""
+    """Write rows of a quantised weight, in its dtype, to `w_RK`; one launch.
+
+    A program takes tiles of `block_r` rows; of `most_programs` at most each takes several.
+    """
     assert weight.scale is not None, weight.format
     codes_RB, scale_RG = weight.storage[rows], weight.scale[rows]
     num_rows, num_in = w_RK.shape

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from subten.codecs.adaptive import AdaptiveFormat
 from subten.codecs.rotation import hadamard
 from subten.kernels.adaptive_pages import LayerPages
-from subten.kernels.linear import Beside
+from subten.kernels.beside import Beside
 from subten.kernels.step import StepTensors
 from subten.layers.attention import Attention
 

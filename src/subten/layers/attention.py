@@ -12,7 +12,7 @@ from torch import nn
 from subten.codecs import KVFormat
 from subten.config import ModelConfig
 from subten.kernels import Ops
-from subten.kernels.linear import Beside, unpack_beside
+from subten.kernels.beside import Beside, unpack_beside
 from subten.kernels.step import StepTensors
 from subten.layers.linear import Linear, WeightSpec
 

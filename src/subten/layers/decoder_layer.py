@@ -17,8 +17,8 @@ from subten.codecs.adaptive import AdaptiveFormat
 from subten.config import ModelConfig
 from subten.kernels import Ops
 from subten.kernels.adaptive_pages import LayerPages
+from subten.kernels.beside import Beside
 from subten.kernels.cuda.linear_route import can_route_ahead
-from subten.kernels.linear import Beside
 from subten.kernels.linear_route import Router, fold_router
 from subten.kernels.step import StepTensors
 from subten.layers.adaptive_attention import AdaptiveAttention

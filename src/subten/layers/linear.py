@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from subten.kernels import Ops
-from subten.kernels.linear import Beside, add_product
+from subten.kernels.beside import Beside, add_product
 from subten.kernels.weight_formats import Weight
 
 
