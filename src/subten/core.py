@@ -266,6 +266,7 @@ class Sequence:
 
     Lengths form a ladder: `num_cached <= num_computed <= len(token_ids)`. `num_cached` tokens came
     with shared prefix pages, `num_computed` tokens have their keys and values in pages.
+    `page_keys` are what full pages of its tokens are known by, as far as anybody has asked.
 
     The runner appends to `logprobs` and `prompt_logprobs` what the request asked for, one entry a
     token (of the prompt: from its second on), and says in `failure` why a token could not be
@@ -278,6 +279,7 @@ class Sequence:
     num_cached: int = 0
     num_computed: int = 0
     page_ids: list[int] = field(default_factory=list)
+    page_keys: list[bytes] = field(default_factory=list)
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     finish_detail: str = ""
@@ -335,11 +337,20 @@ class BatchItem:
         return self.start + self.num_tokens == len(self.sequence.token_ids)
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """What one step computes; plain integers, no tensors."""
+    """What one step computes; plain integers, no tensors.
+
+    `meanwhile` is work of the scheduler for the time in which the device computes the batch: who
+    runs it may call that, once or several times, before the step is committed.
+    """
 
     items: tuple[BatchItem, ...]
+    meanwhile: Callable[[], None] = field(default=_nothing, compare=False)
 
     @property
     def num_tokens(self) -> int:

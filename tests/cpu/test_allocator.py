@@ -318,3 +318,28 @@ def test_random_calls_under_collisions_never_share_a_wrong_page() -> None:
         allocator.commit(pages, tokens_of(chain))
         held.append(pages)
         allocator.check_integrity()
+
+
+def test_keys_that_are_known_are_not_hashed_again() -> None:
+    """Those that a match computed, and those that were asked for before the commit."""
+    hashed: list[tuple[int, ...]] = []
+
+    def counted(parent: bytes, salt: str, tokens: tuple[int, ...]) -> bytes:
+        hashed.append(tokens)
+        return page_key(parent, salt, tokens)
+
+    allocator = PageAllocator(8, page_hash=counted)
+    held = allocator.allocate(3)
+    tokens, keys = tokens_of((1, 2, 3), tail=5), []
+    assert allocator.match_prefix(tokens, salt="a", keys=keys) == []
+    allocator.add_keys(keys, tokens, num_tokens=len(tokens), salt="a")
+    assert len(hashed) == len(keys) == 3
+    allocator.commit(held, tokens, salt="a", keys=keys)
+    assert len(hashed) == 3
+    assert allocator.match_prefix(tokens, salt="a", keys=keys) == held
+    assert len(hashed) == 3
+    # Without keys the same are found, each hashed.
+    assert allocator.match_prefix(tokens, salt="a") == held
+    assert len(hashed) == 6
+    assert allocator.match_prefix(tokens, salt="b") == []
+    allocator.check_integrity()

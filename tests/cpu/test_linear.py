@@ -9,7 +9,8 @@ import torch
 
 from conftest import assert_close
 from subten.kernels import linear as linear_module
-from subten.kernels.linear import MAX_ONE_LAUNCH, linear, linear_torch
+from subten.kernels.beside import unpack_beside
+from subten.kernels.linear import MAX_ONE_LAUNCH, linear, linear_torch, unpack_rows
 from subten.kernels.weight_formats import WEIGHT_FORMATS, Weight
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -196,3 +197,49 @@ def test_the_twin_adds_nothing_to_a_plain_product(randn: Callable[..., torch.Ten
     case = Case(randn, (1, 24, 40), "none", torch.bfloat16, "bias residual")
     expected = case.residual + torch.nn.functional.linear(case.x, case.weight.codes, case.bias)
     assert torch.equal(case.run(linear_torch), expected)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("weight_format", ["fp8", "int4"])
+@pytest.mark.parametrize("most_programs", [1, 3, 100])
+def test_few_programs_unpack_all_tiles(randn, weight_format, most_programs):
+    weight = Weight.of(randn(75, 256).bfloat16(), weight_format, search=False)
+    w_NK = torch.full((75, 256), torch.nan, dtype=torch.bfloat16, device=weight.codes.device)
+    unpack_rows(weight, slice(0, 75), w_NK, block_r=32, most_programs=most_programs)
+    # The interpreter rounds toward zero: a unit of the last of bfloat16's 8 bits.
+    torch.testing.assert_close(w_NK.float(), weight.dequantize(), rtol=2**-7, atol=0)
+    assert torch.equal(w_NK, linear_module._unpacked(weight, slice(0, 75)))
+
+
+@pytest.mark.parametrize("weight_format", ["none", "fp8", "int4"])
+def test_weights_are_unpacked_beside_other_work_within_a_capture(randn, device, weight_format):
+    """There what was started gives the bits of the product itself; elsewhere nothing is started."""
+    shapes = [(96, 128), (33, 256)]
+    weights = [Weight.of(randn(*s).bfloat16(), weight_format, search=False) for s in shapes]
+    inputs = [randn(64, num_in).bfloat16() for _, num_in in shapes]
+    assert unpack_beside(weights, 64) is None
+    if device.type != "cuda":
+        return
+    expected = [linear(x_TK, weight) for x_TK, weight in zip(inputs, weights, strict=True)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert unpack_beside(weights, 63) is None
+        beside = unpack_beside(weights, 64)
+        assert (beside is None) == (weight_format == "none")
+        if beside is not None:
+            beside.start()
+        other = inputs[0].float().sin().sum()
+        if beside is not None:
+            beside.join()
+            taken = [beside.take(weight) for weight in weights]
+            assert [weight.format for weight in taken] == ["none", "none"]
+            assert beside.take(weights[0]) is weights[0]
+        else:
+            taken = weights
+        found = [linear(x_TK, weight) for x_TK, weight in zip(inputs, taken, strict=True)]
+    for out_TN in found:
+        out_TN.fill_(torch.nan)
+    graph.replay()
+    for out_TN, expected_TN in zip(found, expected, strict=True):
+        assert torch.equal(out_TN, expected_TN)
+    assert bool(other.isfinite())

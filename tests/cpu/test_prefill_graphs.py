@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from test_decoder import make_decoder
+from test_decoder import MIXTRAL, make_decoder
 from test_graphs import MAX_MODEL_LEN, last_tokens, make_pool, run_step
 
+from subten.bench.random_model import random_decoder
 from subten.cache.pool import PagePool
 from subten.core import PAGE_SIZE, BatchItem, Request, SamplingParams, Sequence
 from subten.engine import prefill_graphs
 from subten.engine.graph_inputs import capture_cuda_graph
 from subten.engine.prefill_graphs import CHUNK_SIZES, PrefillGraphs
+from subten.kernels.beside import Beside
 from subten.kernels.step import QUERY_TILE, make_step
+from subten.layers.attention import Attention
+from subten.models import read_config
 from subten.models.decoder import Decoder
 
 
@@ -77,6 +83,23 @@ def test_a_chunk_is_the_model_on_its_tokens(
     torch.testing.assert_close(written, expected, atol=1e-5, rtol=0, equal_nan=True)
 
 
+@torch.inference_mode()
+def test_what_is_done_meanwhile_comes_after_the_launch(
+    device: torch.device, generator: torch.Generator
+) -> None:
+    decoder = make_decoder("fp32", "torch", device, generator)
+    order: list[str] = []
+
+    def capture(step: Any, **_: Any) -> Any:
+        return lambda: (order.append("launch"), step())[1]
+
+    graphs = make_graphs(decoder, make_pool(decoder, 5), capture)
+    (item,) = chunks(make_sequence([1] * 40, [3]), 40)
+    _, (sampled,) = graphs.run(item, meanwhile=lambda: order.append("meanwhile"))
+    assert order == ["launch", "meanwhile"]
+    assert 0 <= sampled < decoder.config.vocab_size
+
+
 def test_sizes_and_buckets(device: torch.device, generator: torch.Generator) -> None:
     assert all(size % QUERY_TILE == 0 for size in CHUNK_SIZES)
     decoder = make_decoder("fp32", "torch", device, generator)
@@ -123,3 +146,48 @@ def test_replays_equal_the_step_itself(
         assert torch.equal(logits_SV, expected_SV)
         assert sampled == expected
     assert torch.equal(pool.pages_LPGB, expected_pool.pages_LPGB)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_format", ["fp8", "int4"])
+@pytest.mark.parametrize("cut_layers", [(), (1,)])
+@torch.inference_mode()
+def test_weights_unpacked_beside_the_router_change_no_bit(
+    device: torch.device,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    cut_layers: tuple[int, ...],
+    weight_format: str,
+) -> None:
+    """Those of all layers but the first; chunks of few tokens take their weights as they are."""
+    values = {**MIXTRAL, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3}
+    config = read_config(values, source="test")[1]
+    decoder = random_decoder(config, device=device, quantization=weight_format)
+    monkeypatch.setattr(prefill_graphs, "CUT_LAYERS", cut_layers)
+    started: list[Beside] = []
+    start = Beside.start
+    monkeypatch.setattr(Beside, "start", lambda self: (started.append(self), start(self)))
+    for size, num_started in ((MAX_MODEL_LEN, 2), (MAX_MODEL_LEN // 2 + 3, 2), (30, 0)):
+        found = []
+        for is_beside in (True, False):
+            pool = make_pool(decoder, 2)
+            with monkeypatch.context() as patch:
+                if not is_beside:
+                    patch.setattr(Attention, "unpack_beside", lambda *_: None)
+                started.clear()
+                graphs = make_graphs(decoder, pool, capture_cuda_graph)
+                tokens = torch.randint(config.vocab_size, (size,), generator=generator).tolist()
+                if found:
+                    tokens = found[0][0]
+                pages = list(range(-(-size // PAGE_SIZE)))
+                (item,) = chunks(make_sequence(tokens, pages), size)
+                for _ in range(2):
+                    logits_SV, sampled = graphs.run(item)
+                    found.append((tokens, logits_SV.clone(), sampled, pool.pages_LPGB.clone()))
+                assert len(started) == (num_started if is_beside else 0), started
+        _, expected_SV, expected, expected_pages = found[-1]
+        assert bool(expected_SV.isfinite().all())
+        for _, logits_SV, sampled, pages_LPGB in found:
+            assert torch.equal(logits_SV, expected_SV)
+            assert sampled == expected
+            assert torch.equal(pages_LPGB, expected_pages)

@@ -519,3 +519,32 @@ def test_random_runs_keep_every_invariant() -> None:
     # 165 +- 24 times.
     for kind in ("added", "cancelled", "error", "length", "preempted"):
         assert seen[kind] > 50, seen
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+def test_pages_are_hashed_while_the_step_runs(is_called: bool) -> None:
+    """A commit has nothing left to hash then; without, it does so itself, and finds the same."""
+    hashed: list[bytes] = []
+
+    def counted(parent: bytes, salt: str, tokens: tuple[int, ...]) -> bytes:
+        hashed.append(page_key(parent, salt, tokens))
+        return hashed[-1]
+
+    scheduler = make_scheduler(20, page_hash=counted)
+    sequence = scheduler.add(make_request("a", 3 * PAGE_SIZE, max_tokens=PAGE_SIZE + 1))
+    for _ in range(PAGE_SIZE):
+        batch = scheduler.schedule()
+        if is_called:
+            batch.meanwhile()
+            batch.meanwhile()
+        num_hashed = len(hashed)
+        scheduler.commit(batch, [next_token(item.sequence) for item in batch.items])
+        assert len(hashed) == num_hashed or not is_called
+    assert len(set(hashed)) == 3
+    run_step(scheduler)
+    # The last output token has no keys yet, and a prompt's last token is always computed.
+    assert len(set(hashed)) == 4
+    again = scheduler.add(make_request("b", 4 * PAGE_SIZE))
+    again.token_ids[:] = [*sequence.token_ids[: 4 * PAGE_SIZE], 1]
+    scheduler.schedule()
+    assert again.num_cached == 4 * PAGE_SIZE

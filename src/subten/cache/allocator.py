@@ -142,18 +142,23 @@ class PageAllocator:
         """How many sequences hold a page."""
         return self._num_holders[page_id]
 
-    def match_prefix(self, token_ids: Sequence[int], *, salt: str = "") -> list[int]:
+    def match_prefix(
+        self, token_ids: Sequence[int], *, salt: str = "", keys: list[bytes] | None = None
+    ) -> list[int]:
         """The longest run of known pages that `token_ids` begins with, each held once more.
 
-        Release them if they are not wanted after all.
+        Release them if they are not wanted after all. `keys` of the first pages are taken from
+        there as far as it goes, and added to it.
         """
+        keys = [] if keys is None else keys
         page_ids: list[int] = []
         parent: _Content | None = None
         if not self.enable_prefix_caching:
             return page_ids
         for start in range(0, len(token_ids) - PAGE_SIZE + 1, PAGE_SIZE):
             tokens = tuple(token_ids[start : start + PAGE_SIZE])
-            page_id = self._page_of_key.get(self._page_hash(_key_of(parent), salt, tokens))
+            self.add_keys(keys, token_ids, num_tokens=start + PAGE_SIZE, salt=salt)
+            page_id = self._page_of_key.get(keys[start // PAGE_SIZE])
             if page_id is None:
                 break
             content = self._content[page_id]
@@ -188,6 +193,19 @@ class PageAllocator:
             page_ids.append(page_id)
         return page_ids
 
+    def add_keys(
+        self, keys: list[bytes], token_ids: Sequence[int], *, num_tokens: int, salt: str = ""
+    ) -> None:
+        """Add what the full pages among the first `num_tokens` are known by, from `keys` on.
+
+        `keys` has those of the pages before; all are of one salt.
+        """
+        if not self.enable_prefix_caching:
+            return
+        for start in range(len(keys) * PAGE_SIZE, num_tokens - PAGE_SIZE + 1, PAGE_SIZE):
+            tokens = tuple(token_ids[start : start + PAGE_SIZE])
+            keys.append(self._page_hash(keys[-1] if keys else b"", salt, tokens))
+
     def commit(
         self,
         page_ids: Sequence[int],
@@ -195,11 +213,13 @@ class PageAllocator:
         *,
         num_tokens: int | None = None,
         salt: str = "",
+        keys: Sequence[bytes] = (),
     ) -> None:
         """Make the full pages of a sequence known.
 
         The first `num_tokens` of `token_ids`, or all, lie in `page_ids` from the start. Costs one
-        hash for each page that became full since the last call, however long the sequence is.
+        hash for each page that became full since the last call, however long the sequence is, and
+        none where `keys` has what `add_keys` gave for the same tokens.
         """
         if not self.enable_prefix_caching:
             return
@@ -211,7 +231,8 @@ class PageAllocator:
         parent = self._content[page_ids[first - 1]] if first > 0 else None
         for index in range(first, num_full):
             tokens = tuple(token_ids[index * PAGE_SIZE : (index + 1) * PAGE_SIZE])
-            key = self._page_hash(_key_of(parent), salt, tokens)
+            known = index < len(keys)
+            key = keys[index] if known else self._page_hash(_key_of(parent), salt, tokens)
             page_id = page_ids[index]
             assert self._num_holders[page_id] > 0, page_id
             parent = self._content[page_id] = _Content(key, salt, tokens, parent)

@@ -29,7 +29,8 @@ def capture_cuda_graph(step: Step, *, cuts: Iterable[nn.Module] = ()) -> Step:
     at the first while the host launches the next. Runs `step` before, as kernels compile and
     workspaces come to be at their first launch.
     """
-    stream = torch.cuda.Stream()
+    # Before what a step puts beside itself on streams of no priority (`Beside`).
+    stream = torch.cuda.Stream(priority=-1)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
@@ -145,13 +146,14 @@ class Inputs:
     """Named arrays on the device that one copy fills from the host.
 
     The host's memory is pinned, so that a copy is queued without waiting, and there are two blocks
-    of it: one is filled while the copy of the other may still be on its way.
+    of it: one is filled while the copy of the other may still be on its way. With `num_blocks` 1
+    the copy can be a part of the step itself (`copy`).
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: Layout, device: torch.device, *, num_blocks: int = 2) -> None:
         num_bytes = sum(_array_bytes(*kind) for kind in layout.values())
         self._blocks = []
-        for _ in range(2):
+        for _ in range(num_blocks):
             block = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
             views = _views(block, layout)
             arrays = {name: view.numpy() for name, view in views.items()}
@@ -171,6 +173,14 @@ class Inputs:
         block, _, copied = self._blocks[0]
         self._device.copy_(block, non_blocking=True)
         copied.record()
+
+    def copy(self) -> None:
+        """Queue the copy within a step that is captured.
+
+        Who fills the block again must know the step before to have ended.
+        """
+        ((block, _, _),) = self._blocks
+        self._device.copy_(block, non_blocking=True)
 
 
 class PageTable:

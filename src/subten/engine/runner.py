@@ -74,7 +74,10 @@ class Runner:
                 items = [batch.items[i] for i in group]
                 has_more = len(groups) > 1
                 sampled = self._run_items(
-                    items, has_more=has_more, settle=_nothing if has_more else settle
+                    items,
+                    has_more=has_more,
+                    settle=_nothing if has_more else settle,
+                    meanwhile=batch.meanwhile,
                 )
                 for index, token in zip(group, sampled, strict=True):
                     tokens[index] = token
@@ -110,7 +113,12 @@ class Runner:
         return [decoders, *([i] for i in others), *alone]
 
     def _run_items(
-        self, items: list[BatchItem], *, has_more: bool, settle: Callable[[], None]
+        self,
+        items: list[BatchItem],
+        *,
+        has_more: bool,
+        settle: Callable[[], None],
+        meanwhile: Callable[[], None],
     ) -> list[int | None]:
         self._fault("step")
         if self._graphs is None or _reads_prompt(items[0]):
@@ -122,22 +130,28 @@ class Runner:
             def when_queued() -> None:
                 settle()
                 self._sampler.prepare(items)
+                meanwhile()
 
             logits_SV, sampled = self._graphs.run(items, has_more=has_more, settle=when_queued)
             sampled = self._sampler.choose(logits_SV, items, sampled)
         else:
             self._graphs.drop_ahead()
-            sampled = self._prefill(items)
+            sampled = self._prefill(items, meanwhile)
         return [
             token if item.needs_token or token == BAD_LOGITS else None
             for item, token in zip(items, sampled, strict=True)
         ]
 
-    def _prefill(self, items: list[BatchItem]) -> list[int]:
+    def _prefill(self, items: list[BatchItem], meanwhile: Callable[[], None]) -> list[int]:
         graphs = self._prefill_graphs
         if graphs is None or len(items) > 1 or not graphs.takes(items[0]):
             return self._forward(items)
-        logits_SV, sampled = graphs.run(items[0])
+
+        def when_queued() -> None:
+            self._sampler.prepare(items)
+            meanwhile()
+
+        logits_SV, sampled = graphs.run(items[0], meanwhile=when_queued)
         return self._sampler.choose(logits_SV, items, sampled)
 
     def _forward(self, items: list[BatchItem]) -> list[int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from functools import partial
 
 from subten.cache.allocator import PageAllocator, page_salt
 from subten.core import (
@@ -144,7 +145,7 @@ class Scheduler:
             items.append(_chunk(admitted, budget))
             budget -= items[-1].num_tokens
         assert items or self._failed or not self.has_work, (len(self.running), len(self.waiting))
-        return Batch(items=tuple(items))
+        return Batch(items=tuple(items), meanwhile=partial(self._hash_ahead, items))
 
     def take_failed(self) -> list[tuple[Sequence, str]]:
         """Sequences that `schedule` had to leave out and why; end them with `finish`."""
@@ -170,6 +171,7 @@ class Scheduler:
                     sequence.token_ids,
                     num_tokens=sequence.num_computed,
                     salt=self._salt(sequence),
+                    keys=sequence.page_keys,
                 )
             if token is not None:
                 sequence.token_ids.append(token)
@@ -284,7 +286,21 @@ class Scheduler:
             # Pages hold keys and values: logits of their tokens come from computing them alone.
             return []
         # The last token is always computed: its logits are what the step is for.
-        return self.allocator.match_prefix(sequence.token_ids[:-1], salt=self._salt(sequence))
+        return self.allocator.match_prefix(
+            sequence.token_ids[:-1], salt=self._salt(sequence), keys=sequence.page_keys
+        )
+
+    def _hash_ahead(self, items: Items[BatchItem]) -> None:
+        """Hash the pages that a step fills, so that `commit` need not."""
+        for item in items:
+            sequence, end = item.sequence, item.start + item.num_tokens
+            if end // PAGE_SIZE > len(sequence.page_keys):
+                self.allocator.add_keys(
+                    sequence.page_keys,
+                    sequence.token_ids,
+                    num_tokens=end,
+                    salt=self._salt(sequence),
+                )
 
     def _salt(self, sequence: Sequence) -> str:
         return page_salt(sequence.request.tenant, *self._cache_scope)

@@ -192,12 +192,31 @@ def _unpacked(weight: Weight, rows: slice) -> torch.Tensor:
     """Rows of the weight in its dtype: a view for `none`, else one launch into a new tensor."""
     if weight.scale is None:
         return weight.codes[rows]
+    shape = (rows.stop - rows.start, weight.in_features)
+    w_RK = torch.empty(shape, dtype=weight.dtype, device=weight.codes.device)
+    unpack_rows(weight, rows, w_RK)
+    return w_RK
+
+
+def unpack_rows(
+    weight: Weight,
+    rows: slice,
+    w_RK: torch.Tensor,
+    *,
+    block_r: int = 16,
+    most_programs: int | None = None,
+) -> None:
+    """Write rows of a quantised weight, in its dtype, to `w_RK`; one launch.
+
+    A program takes tiles of `block_r` rows; of `most_programs` at most each takes several.
+    """
+    assert weight.scale is not None, weight.format
     codes_RB, scale_RG = weight.storage[rows], weight.scale[rows]
-    num_rows, num_in = codes_RB.shape[0], weight.in_features
-    w_RK = torch.empty(num_rows, num_in, dtype=weight.dtype, device=codes_RB.device)
-    # 16 bytes a thread; a tile of int4 lies within a group.
+    num_rows, num_in = w_RK.shape
+    # 16 bytes a thread for 16 rows; a tile of int4 lies within a group.
     block_k = 128 if weight.format == "fp8" else weight.group
-    _unpack_kernel[(triton.cdiv(num_rows, 16), triton.cdiv(num_in, block_k))](
+    num_tiles = triton.cdiv(num_rows, block_r) * triton.cdiv(num_in, block_k)
+    _unpack_kernel[(min(num_tiles, most_programs or num_tiles),)](
         codes_RB,
         scale_RG,
         w_RK,
@@ -206,11 +225,10 @@ def _unpacked(weight: Weight, rows: slice) -> torch.Tensor:
         K=num_in,
         GROUP=weight.group,
         LOAD_CODES=WEIGHT_FORMATS[weight.format].loader(codes_RB.device),
-        BLOCK_R=16,
+        BLOCK_R=block_r,
         BLOCK_K=block_k,
         num_warps=4,
     )
-    return w_RK
 
 
 # out = residual + bias + h @ W.T for up to BLOCK_T tokens, h = x * norm / rms(x) rounded to the
@@ -301,7 +319,8 @@ def _linear_kernel(
     tl.store(out_at, y_TN.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-# w = code * scale, rounded to the dtype of the layer. Reads the packed bytes, writes R * K numbers.
+# w = code * scale, rounded to the dtype of the layer. Reads the packed bytes, writes R * K numbers;
+# a program takes one tile after another.
 @triton_jit
 def _unpack_kernel(
     codes_ptr: tl.tensor,
@@ -316,11 +335,14 @@ def _unpack_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    first = tl.program_id(1) * BLOCK_K
-    inside_r = r < num_rows
-    codes_RK = LOAD_CODES(codes_ptr, row_offset(r, stride_r), first, inside_r, stride_k, K, BLOCK_K)
-    w_RK = codes_RK * load_scale(scale_ptr, r, first, inside_r, K, GROUP)[:, None]
-    k = first + tl.arange(0, BLOCK_K)
-    at = w_ptr + row_offset(r, K)[:, None] + k[None, :]
-    tl.store(at, w_RK.to(w_ptr.dtype.element_ty), mask=inside_r[:, None] & (k < K)[None, :])
+    tiles_k = tl.cdiv(K, BLOCK_K)
+    for tile in range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_R) * tiles_k, tl.num_programs(0)):
+        r = tile // tiles_k * BLOCK_R + tl.arange(0, BLOCK_R)
+        first = tile % tiles_k * BLOCK_K
+        inside = r < num_rows
+        row = row_offset(r, stride_r)
+        codes_RK = LOAD_CODES(codes_ptr, row, first, inside, stride_k, K, BLOCK_K)
+        w_RK = codes_RK * load_scale(scale_ptr, r, first, inside, K, GROUP)[:, None]
+        k = first + tl.arange(0, BLOCK_K)
+        at = w_ptr + row_offset(r, K)[:, None] + k[None, :]
+        tl.store(at, w_RK.to(w_ptr.dtype.element_ty), mask=inside[:, None] & (k < K)[None, :])

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from subten.codecs.adaptive import AdaptiveFormat
 from subten.codecs.rotation import hadamard
 from subten.kernels.adaptive_pages import LayerPages
+from subten.kernels.beside import Beside
 from subten.kernels.step import StepTensors
 from subten.layers.attention import Attention
 
@@ -70,6 +71,7 @@ class AdaptiveAttention(Attention):
         pages_PGB: torch.Tensor | LayerPages,
         cos_sin_PD: torch.Tensor,
         rotation_DD: torch.Tensor | None,
+        beside: Beside | None = None,
     ) -> torch.Tensor:
         """Residual stream x_TD [T, d_model] -> heads [T, N] for `output`, of its normed tokens.
 
@@ -83,7 +85,7 @@ class AdaptiveAttention(Attention):
         if self.k_turn_GDD is None:
             self._calibrate_plainly(x_TD.device)
         num_tokens = x_TD.shape[0]
-        qkv_TN = self.qkv(x_TD, norm_weight_K=norm_weight_D, eps=self.norm_eps)
+        qkv_TN = self.qkv(x_TD, norm_weight_K=norm_weight_D, eps=self.norm_eps, beside=beside)
         qkv_THD = qkv_TN.view(num_tokens, -1, self.head_dim)
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q_THD, k_TGD, v_TGD = qkv_THD.split(heads, dim=1)

@@ -12,6 +12,7 @@ from torch import nn
 from subten.codecs import KVFormat
 from subten.config import ModelConfig
 from subten.kernels import Ops
+from subten.kernels.beside import Beside, unpack_beside
 from subten.kernels.step import StepTensors
 from subten.layers.linear import Linear, WeightSpec
 
@@ -87,6 +88,10 @@ class Attention(nn.Module):
         rest_N[self.key_rows] = 0
         self.qkv.bias = nn.Parameter(rest_N, requires_grad=False)
 
+    def unpack_beside(self, num_tokens: int) -> Beside | None:
+        """What of the weights can be unpacked beside other work, for a step of so many tokens."""
+        return unpack_beside([self.qkv.weight, self.output.weight], num_tokens)
+
     def forward(
         self,
         x_TD: torch.Tensor,
@@ -96,13 +101,15 @@ class Attention(nn.Module):
         pages_PGB: torch.Tensor,
         cos_sin_PD: torch.Tensor,
         rotation_DD: torch.Tensor | None,
+        beside: Beside | None = None,
     ) -> torch.Tensor:
         """Residual stream x_TD [T, d_model] -> heads [T, N] for `output`, of its normed tokens.
 
-        Writes this step's keys and values, encoded, into this layer's `pages_PGB`.
+        Writes this step's keys and values, encoded, into this layer's `pages_PGB`. `beside` may
+        hold weights that are unpacked already.
         """
         num_tokens = x_TD.shape[0]
-        qkv_TN = self.qkv(x_TD, norm_weight_K=norm_weight_D, eps=self.norm_eps)
+        qkv_TN = self.qkv(x_TD, norm_weight_K=norm_weight_D, eps=self.norm_eps, beside=beside)
         qkv_THD = qkv_TN.view(num_tokens, -1, self.head_dim)
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         q_THD, k_TGD, v_TGD = qkv_THD.split(heads, dim=1)

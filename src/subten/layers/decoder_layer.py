@@ -17,6 +17,7 @@ from subten.codecs.adaptive import AdaptiveFormat
 from subten.config import ModelConfig
 from subten.kernels import Ops
 from subten.kernels.adaptive_pages import LayerPages
+from subten.kernels.beside import Beside
 from subten.kernels.cuda.linear_route import can_route_ahead
 from subten.kernels.linear_route import Router, fold_router
 from subten.kernels.step import StepTensors
@@ -74,8 +75,14 @@ class DecoderLayer(nn.Module):
         pages_PGB: torch.Tensor | LayerPages,
         cos_sin_PD: torch.Tensor,
         rotation_DD: torch.Tensor | None,
+        beside: Beside | None = None,
+        following: Beside | None = None,
     ) -> torch.Tensor:
-        """Residual stream x_TD [T, d_model] -> the same after this layer; appends to its pages."""
+        """Residual stream x_TD [T, d_model] -> the same after this layer; appends to its pages.
+
+        `beside` may hold weights that are unpacked already; those of `following` are unpacked while
+        experts are chosen, which leaves the memory idle.
+        """
         heads_TN = self.attention(
             x_TD,
             self.attention_norm_D,
@@ -83,6 +90,7 @@ class DecoderLayer(nn.Module):
             pages_PGB=pages_PGB,
             cos_sin_PD=cos_sin_PD,
             rotation_DD=rotation_DD,
+            beside=beside,
         )
         output = self.attention.output
         if self.router is not None and x_TD.shape[0] == 1:
@@ -91,8 +99,13 @@ class DecoderLayer(nn.Module):
                 heads_TN, output.weight, self.router, residual_TD=x_TD
             )
             return self.ffn.routed(x_TD, routing)
-        x_TD = output(heads_TN, residual_TN=x_TD)
-        return self.ffn(x_TD, self.ffn_norm_D)  # type: ignore[no-any-return]
+        x_TD = output(heads_TN, residual_TN=x_TD, beside=beside)
+        if following is not None:
+            following.start()
+        x_TD = self.ffn(x_TD, self.ffn_norm_D)
+        if following is not None:
+            following.join()
+        return x_TD
 
 
 def _fold_again(layer: nn.Module, _keys: Any) -> None:

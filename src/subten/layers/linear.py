@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from subten.kernels import Ops
+from subten.kernels.beside import Beside, add_product
 from subten.kernels.weight_formats import Weight
 
 
@@ -65,11 +66,25 @@ class Linear(nn.Module):
         norm_weight_K: torch.Tensor | None = None,
         eps: float = 0.0,
         residual_TN: torch.Tensor | None = None,
+        beside: Beside | None = None,
     ) -> torch.Tensor:
-        """x_TK [T, K] -> [T, N], in the residual's dtype or the layer's; see `kernels.linear`."""
+        """x_TK [T, K] -> [T, N], in the residual's dtype or the layer's; see `kernels.linear`.
+
+        `beside` may hold the weight unpacked already. The result is then in the memory of the
+        residual, where that is float32 and the layer's dtype bfloat16.
+        """
+        weight = self.weight if beside is None else beside.take(self.weight)
+        if (
+            weight is not self.weight
+            and residual_TN is not None
+            and (residual_TN.dtype, weight.dtype) == (torch.float32, torch.bfloat16)
+            and norm_weight_K is None
+            and self.bias is None
+        ):
+            return add_product(residual_TN, x_TK, weight.codes)
         return self.ops.linear(  # type: ignore[no-any-return]
             x_TK,
-            self.weight,
+            weight,
             bias_N=self.bias,
             norm_weight_K=norm_weight_K,
             eps=eps,

@@ -110,14 +110,23 @@ class Decoder(nn.Module):
             each = pages_LPGB.layers(step, bad_T)
         else:
             each = pages_LPGB
-        for layer, pages_PGB in zip(self.layers, each, strict=True):
+        layers: list[Any] = list(self.layers)
+        beside = None
+        for layer, after, pages_PGB in zip(layers, [*layers[1:], None], each, strict=True):
+            following = None
+            # A step of single tokens asks for experts' weights while they are chosen.
+            if after is not None and self.config.is_moe and step.max_query_len > 1:
+                following = after.attention.unpack_beside(len(x_TD))
             x_TD = layer(
                 x_TD,
                 step,
                 pages_PGB=pages_PGB,
                 cos_sin_PD=self.cos_sin_PD,
                 rotation_DD=self.rotation_DD,
+                beside=beside,
+                following=following,
             )
+            beside = following
         # Where each sequence has one token, the rows that are wanted are all there are.
         x_SD = x_TD if all_rows or step.max_query_len == 1 else x_TD[step.logit_row_S]
         logits_SV = self._logits(x_SD)

@@ -171,8 +171,19 @@ struct Product : Sums<Format, NT> {
     // `at_chunk(chunk, last)`: after the barrier of each chunk.
     template <class AtChunk>
     INLINE void run(Cursor<Format>& cursor, int num_columns, AtChunk at_chunk) {
-        const int lane = thread % WARP, num_chunks = (num_blocks + DEPTH - 1) / DEPTH;
         this->clear();
+        if (WIDE && NT > 2 && num_columns <= 16)
+            run_tiles<2>(cursor, num_columns, at_chunk);
+        else if (WIDE && NT > 4 && num_columns <= 32)
+            run_tiles<4>(cursor, num_columns, at_chunk);
+        else
+            run_tiles<NT>(cursor, num_columns, at_chunk);
+    }
+
+    // Wide products are of TILES tiles, others of as many as there are columns for.
+    template <int TILES, class AtChunk>
+    INLINE void run_tiles(Cursor<Format>& cursor, int num_columns, AtChunk at_chunk) {
+        const int lane = thread % WARP, num_chunks = (num_blocks + DEPTH - 1) / DEPTH;
         const int num_tiles = (num_columns + 7) / 8;
         const u8* own = stages + lane / 4 * ROW_BYTES + lane % 4 * 16;
         int stage = 0;
@@ -189,7 +200,7 @@ struct Product : Sums<Format, NT> {
                 if (s >= left) break;
                 const bool has_next = s + DEPTH < left;
                 if constexpr (WIDE) {
-                    multiply_wide(ring[s], shared_at(stages) + stage + s * WIDE_BYTES, [&] {
+                    multiply_wide<TILES>(ring[s], shared_at(stages) + stage + s * WIDE_BYTES, [&] {
                         if (has_next) cursor.load(ring[s]);
                     });
                 } else {
@@ -204,7 +215,7 @@ struct Product : Sums<Format, NT> {
 
     // While the products of one step of 16 inputs run, the weights of the next are decoded.
     // `when_read`: once nobody needs `block` any more.
-    template <class WhenRead>
+    template <int TILES, class WhenRead>
     INLINE void multiply_wide(const Block<Format>& block, SharedAt tokens, WhenRead when_read) {
         const ColumnsAt columns = columns_at(tokens);
         u32 a[2][2][4];  // [step][mma]
@@ -223,8 +234,8 @@ struct Product : Sums<Format, NT> {
             if (step == 2 * UNITS - 1) when_read();
             begin_wide_mma();
             const ColumnsAt b = columns_on(columns, step);
-            WideMma<NT>::template add<0>(sum, now[0], b);
-            WideMma<NT>::template add<1>(sum, now[1], b);
+            WideMma<TILES>::template add<0>(sum, now[0], b);
+            WideMma<TILES>::template add<1>(sum, now[1], b);
             end_wide_mma();
         }
     }
@@ -330,7 +341,7 @@ INLINE void end_down(const float (&sum)[NT][2][4], const float* scales, const in
 // Bytes: 2 * F rows of weights for each expert with tokens, once where its tokens fit a tile or L2
 // serves the others; A * D * 2 from L2 for each part of the rows; A * F * 2 of act.
 // FP8, 512 tokens of qwen3-30b-a3b: 403 MB, 90 us at 4.5 TB/s. For 128 inputs and 48 tokens a warp
-// has 445 instructions (SASS; 96 of them `mma`), or 368 with WIDE (16 of them `wgmma`), and its
+// has 445 instructions (SASS; 96 of them `mma`), or 391 with WIDE (16 of them `wgmma`), and its
 // share of the memory's time is 820 cycles.
 template <class Format, int NT, int WARPS, int DEPTH, int BLOCKS, bool WIDE>
 __global__ void __launch_bounds__(WARP* WARPS, BLOCKS)
