@@ -313,7 +313,7 @@ def test_the_rest_goes_to_triton(
     assert scene.run(attend, q_THD, step) is q_THD
     args, kwargs = calls[0]
     assert args[1:] == (scene.pages_PGB, scene.fmt, step)
-    assert kwargs.keys() == {"scale", "rotation_DD"}
+    assert kwargs.keys() == {"scale", "rotation_DD", "key_bias_GD", "cos_sin_PD"}
 
 
 @pytest.mark.parametrize("codec", STRUCTS)
