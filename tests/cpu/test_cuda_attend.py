@@ -313,7 +313,7 @@ def test_the_rest_goes_to_triton(
     assert scene.run(attend, q_THD, step) is q_THD
     args, kwargs = calls[0]
     assert args[1:] == (scene.pages_PGB, scene.fmt, step)
-    assert kwargs.keys() == {"scale", "rotation_DD"}
+    assert kwargs.keys() == {"scale", "rotation_DD", "key_bias_GD", "cos_sin_PD"}
 
 
 @pytest.mark.parametrize("codec", STRUCTS)
@@ -343,7 +343,8 @@ def test_slices_and_plans_fit(codec: str, head_dim: int) -> None:
     ("num_sequences", "num_kv_heads", "num_splits"),
     [
         *((1, 4, 32), (1, 1, 64), (1, 8, 16), (2, 4, 16), (8, 4, 4), (9, 4, 3), (16, 4, 2)),
-        *((8, 8, 2), (21, 4, 2), (24, 4, 1), (32, 4, 1), (64, 4, 1), (67, 4, 4), (256, 4, 1)),
+        *((8, 8, 2), (17, 4, 3), (21, 4, 3), (24, 4, 1), (32, 4, 1), (64, 4, 1), (67, 4, 4)),
+        (256, 4, 1),
     ],
 )
 def test_splits_fill_the_sms_once(num_sequences: int, num_kv_heads: int, num_splits: int) -> None:

@@ -125,7 +125,7 @@ def plan_decode(
     Up to as many pairs as SMs, splits that give each SM one block; up to twice as many, none, and
     two blocks an SM; then 4 a pair, as long as a pair has not four SMs to wait for. So the split of
     a sequence depends on its own length and on how many there are. Where less than two thirds of
-    the SMs would have a block of 12 warps, two smaller ones a pair are faster.
+    the SMs would have a large block, as many smaller ones as fit two an SM are faster.
 
     Two stages everywhere: an SM that has given its shared memory to attention has little L1 left,
     through which the kernels around, which start early, fetch their weights. With three, a layer
@@ -140,20 +140,21 @@ def plan_decode(
     their parallel work saves.
     """
     pairs = num_sequences * num_kv_heads
+    min_slices, num_warps, num_stages, fills = FULL_BLOCKS.get(fmt.codec.name, (8, 12, 2, False))
     if 3 * pairs > 2 * num_sms:
         num_splits = 1 if pairs <= 2 * num_sms or pairs >= 4 * num_sms else 4
-        num_warps = 12 if pairs <= num_sms else 8
+        num_warps = num_warps if pairs <= num_sms else 8
         return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=num_warps, num_stages=2)
     if 2 * pairs > num_sms:
-        return DecodePlan(num_splits=2, min_slices=8, num_warps=8, num_stages=2)
-    min_slices, num_warps, num_stages, fills = FULL_BLOCKS.get(fmt.codec.name, (8, 12, 2, False))
+        num_splits = 2 * num_sms // pairs
+        return DecodePlan(num_splits=num_splits, min_slices=8, num_warps=8, num_stages=2)
     # Even: lengths that are powers of two then divide as evenly as they can.
     num_splits = num_sms // pairs
     num_splits = min(MAX_SPLITS, num_splits // 2 * 2 if num_splits > 8 else num_splits)
     return DecodePlan(
         num_splits=num_splits,
         min_slices=min_slices,
-        num_warps=num_warps if num_sequences == 1 else 12,
+        num_warps=num_warps,
         num_stages=num_stages,
         polls=True,
         fills=fills,
