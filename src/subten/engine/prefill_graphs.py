@@ -162,7 +162,7 @@ class PrefillGraphs:
             pages = sequence.page_ids
             token_ids = sequence.token_ids[item.start : end]
             # A third of the time that an assignment of the list takes.
-            struct.pack_into(f"={num_tokens}q", host["token_id_T"], 0, *token_ids)
+            struct.pack_into(f"={num_tokens}q", host["token_id_T"].data, 0, *token_ids)
             host["position_T"][:num_tokens] = np.arange(item.start, end)
             page_P = np.asarray(pages, dtype=np.int64)
             first = item.start // PAGE_SIZE
