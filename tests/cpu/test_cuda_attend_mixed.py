@@ -355,8 +355,9 @@ def test_plans_fit(
         for num_kv_heads in (1, 2, 4, 8, 32):
             plan = plan_mixed(num_sms=132, num_sequences=num_sequences, num_kv_heads=num_kv_heads)
             plan.check(8, layout)
-    plans = [plan_mixed(num_sms=132, num_sequences=n, num_kv_heads=4) for n in (1, 8, 16, 32, 64)]
-    assert [plan.num_splits for plan in plans] == [32, 4, 2, 1, 1], "one block an SM"
+    batches = (1, 6, 8, 16, 32, 64)
+    plans = [plan_mixed(num_sms=132, num_sequences=n, num_kv_heads=4) for n in batches]
+    assert [plan.num_splits for plan in plans] == [32, 5, 4, 2, 1, 1], "one block an SM"
     # 72 pairs: two blocks of a third for each SM end before one of all, for some of them.
     assert plan_mixed(num_sms=132, num_sequences=9, num_kv_heads=8).num_splits == 3
 

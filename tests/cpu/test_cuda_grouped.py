@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -220,6 +221,26 @@ def test_one_launch_has_the_bits_of_two(
     assert not bool(cuda_grouped._all_progress(together_TD.device).any())
     monkeypatch.setattr(cuda_grouped, "MAX_PROGRESS", 0)
     assert torch.equal(case.run(plan), together_TD)
+
+
+@pytest.mark.usefixtures("kernels", "poisoned")
+def test_a_step_that_fails_half_way_leaves_no_counts(monkeypatch, randn, generator):
+    """Memory may run out between the launches; the steps after it have the same counters."""
+    ids_TK = distinct_ids(generator, 26, 6, 3)
+    case = Case(
+        randn, ids_TK, E=6, D=256, hidden=128, weight_format="fp8", residual_dtype=torch.float32
+    )
+    expected_TD = case.run(ONE_TILE_PLANS[0])
+
+    def no_memory(*_: Any, **__: Any) -> torch.Tensor:
+        assert bool(cuda_grouped._all_progress(expected_TD.device).any())
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cuda_grouped, "launch_combine", no_memory)
+        with pytest.raises(MemoryError):
+            case.run(ONE_TILE_PLANS[0])
+    assert torch.equal(case.run(ONE_TILE_PLANS[0]), expected_TD)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -145,7 +145,7 @@ class Scheduler:
             items.append(_chunk(admitted, budget))
             budget -= items[-1].num_tokens
         assert items or self._failed or not self.has_work, (len(self.running), len(self.waiting))
-        return Batch(items=tuple(items), meanwhile=partial(self._hash_ahead, items))
+        return Batch(items=tuple(items), meanwhile=partial(self._hash_pages, items))
 
     def take_failed(self) -> list[tuple[Sequence, str]]:
         """Sequences that `schedule` had to leave out and why; end them with `finish`."""
@@ -166,6 +166,7 @@ class Scheduler:
             sequence.num_computed += item.num_tokens
             # Only now: finite logits at its last token show that the pages before it are sound.
             if sequence.num_computed // PAGE_SIZE > item.start // PAGE_SIZE:
+                self._hash_pages([item])
                 self.allocator.commit(
                     sequence.page_ids,
                     sequence.token_ids,
@@ -260,7 +261,7 @@ class Scheduler:
         if not self.waiting or len(self.running) >= self.max_num_seqs:
             return None
         request_id, sequence = next(iter(self.waiting.items()))
-        # Its prompt is hashed anew only when there can be more room than the last time.
+        # Its pages are looked up again only when there can be more room than the last time.
         attempt = (request_id, self._num_releases)
         if self._refused == attempt and self.running:
             return None
@@ -290,8 +291,8 @@ class Scheduler:
             sequence.token_ids[:-1], salt=self._salt(sequence), keys=sequence.page_keys
         )
 
-    def _hash_ahead(self, items: Items[BatchItem]) -> None:
-        """Hash the pages that a step fills, so that `commit` need not."""
+    def _hash_pages(self, items: Items[BatchItem]) -> None:
+        """Hash the pages that a step fills: meanwhile, so that `commit` need not, or in it."""
         for item in items:
             sequence, end = item.sequence, item.start + item.num_tokens
             if end // PAGE_SIZE > len(sequence.page_keys):

@@ -82,6 +82,7 @@ class AdaptiveAttention(Attention):
         assert isinstance(layer, LayerPages), type(layer)
         assert isinstance(fmt, AdaptiveFormat), type(fmt)
         assert rotation_DD is not None, "adaptive caches are rotated"
+        assert self.key_bias_GD is None, "its bias was left out for rows, which add it again"
         if self.k_turn_GDD is None:
             self._calibrate_plainly(x_TD.device)
         num_tokens = x_TD.shape[0]

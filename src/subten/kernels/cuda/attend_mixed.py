@@ -177,7 +177,8 @@ def plan_mixed(*, num_sms: int, num_sequences: int, num_kv_heads: int) -> Decode
     take least."""
     pairs = num_sequences * num_kv_heads
     if pairs <= num_sms // 2:
-        num_splits = min(MAX_SPLITS, num_sms // pairs // 2 * 2)
+        num_splits = num_sms // pairs
+        num_splits = min(MAX_SPLITS, num_splits // 2 * 2 if num_splits > 8 else num_splits)
         return DecodePlan(
             num_splits=num_splits, min_slices=4, num_warps=8, num_stages=2, polls=True
         )

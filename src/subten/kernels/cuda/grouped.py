@@ -168,15 +168,19 @@ def grouped(
         )
         for plan, weight in ((up_plan, gate_up), (down_plan, down))
     )
-    progress = None
     num_progress = 1 + _max_tiles(num_assignments, num_experts, up_plan)
-    if up_plan.tiles == 1 and up_plan == down_plan and num_progress <= MAX_PROGRESS:
-        progress = _all_progress(residual_TD.device)[:num_progress]
-        y_AD = launch_both(routing, gate_up, down, progress=progress, plan=up_plan, pdl=pdl)
-    else:
+    if up_plan.tiles > 1 or up_plan != down_plan or num_progress > MAX_PROGRESS:
         act_AF = launch_up(routing, gate_up, plan=up_plan, is_act_wide=down_plan.wide, pdl=pdl)
         y_AD = launch_down(routing, act_AF, down, plan=down_plan, pdl=pdl)
-    return launch_combine(routing, y_AD, residual_TD=residual_TD, progress=progress, pdl=pdl)
+        return launch_combine(routing, y_AD, residual_TD=residual_TD, pdl=pdl)
+    progress = _all_progress(residual_TD.device)[:num_progress]
+    try:
+        y_AD = launch_both(routing, gate_up, down, progress=progress, plan=up_plan, pdl=pdl)
+        return launch_combine(routing, y_AD, residual_TD=residual_TD, progress=progress, pdl=pdl)
+    except BaseException:
+        # Memory may run out between the two, and the process go on after the step that failed.
+        progress.zero_()
+        raise
 
 
 def launch_both(
@@ -394,6 +398,8 @@ def _has_wide(device: torch.device) -> bool:
 
 @functools.cache
 def _all_progress(device: torch.device) -> torch.Tensor:
+    is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    assert not is_capturing, "the first experts of a batch must run outside of graph capture"
     return torch.zeros(MAX_PROGRESS, dtype=torch.int32, device=device)
 
 

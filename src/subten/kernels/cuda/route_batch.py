@@ -137,4 +137,6 @@ def suits(
 @functools.cache
 def _arrivals(device: torch.device) -> torch.Tensor:
     """Blocks of a launch that have picked."""
+    is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    assert not is_capturing, "the first router of a batch must run outside of graph capture"
     return torch.zeros(1, dtype=torch.int32, device=device)
