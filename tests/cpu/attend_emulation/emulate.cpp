@@ -29,9 +29,8 @@ using emulation::unpack;
 #define MIXED(BITS, DIM, TABLE, COLD, POLLS)                                          \
     {"attend_mixed_kernel<" #BITS ", " #DIM ", " #TABLE ", " #COLD ", " #POLLS ">", \
      unpack(attend_mixed_kernel<BITS, DIM, TABLE, COLD, POLLS>)}
-#define MIXES(BITS, COLD)                                                              \
-    MIXED(BITS, 64, false, COLD, false), MIXED(BITS, 64, true, COLD, false),           \
-        MIXED(BITS, 128, false, COLD, false), MIXED(BITS, 128, true, COLD, false)
+#define MIXES(BITS, DIM, COLD) \
+    MIXED(BITS, DIM, false, COLD, false), MIXED(BITS, DIM, true, COLD, false)
 
 const std::map<std::string, Launch> kernels = {
     ALL(KvBf16),
@@ -54,16 +53,18 @@ const std::map<std::string, Launch> kernels = {
     APPEND(KvInt4, IntEncoder<4>, 64, true),
     APPEND(KvInt4, IntEncoder<4>, 128, true),
     APPEND(KvBf16, Bf16Encoder, 128, true),
-    MIXES(2, false),
-    MIXES(3, false),
-    MIXES(4, false),
-    MIXES(2, true),
-    MIXES(3, true),
-    MIXES(4, true),
+    MIXES(2, 64, false),
+    MIXES(2, 128, false),
+    MIXES(3, 64, false),
+    MIXES(3, 128, false),
+    MIXES(4, 64, false),
+    MIXES(4, 128, false),
+    MIXES(2, 128, true),
+    MIXES(3, 64, true),
+    MIXES(4, 128, true),
     MIXED(4, 128, false, false, true),
     MIXED(4, 128, true, false, true),
     MIXED(3, 64, true, false, true),
-    MIXED(3, 128, true, true, true),
 };
 
 // Inputs that the kernel ahead writes: they are NaN until a block waits.
