@@ -50,9 +50,10 @@ def turned_bias(key_bias_GD: torch.Tensor, cos_sin_PD: torch.Tensor, num_keys: i
 # of a tile of queries with rows of the rotary table as it lies, whatever the codec.
 #
 # Precision: biases of norm 600 make scores of some hundred, sums of few large terms, and softmax
-# feels the absolute error of their differences. At scores up to 434 it is 0.5 with BF16 operands,
-# 0.09 with TF32, 0.002 with three products of BF16 parts (2^-17 of a term): that of BF16 weights.
-# TF32 parts would leave 0.00003 and take 2.5 times as long over a prompt (H200, 2026-11-30).
+# feels the absolute error of their differences. An operand is off by up to 2^-9 of itself in BF16,
+# 2^-11 in TF32, and a term by 2^-17 in three products of BF16 parts: of a score of 400 that is 0.8,
+# 0.2 and 0.003. TF32 parts take 2.5 times as long over a prompt (benchmarks/plans/
+# h200-key-bias.json).
 #
 # Bytes: 4 D a key and program, from L2: the table is the same for all heads and layers.
 @triton_jit
