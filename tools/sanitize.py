@@ -257,7 +257,6 @@ def run_cases(options: argparse.Namespace) -> int:
             if is_asked and not (group.is_triton and tool != "memcheck"):
                 cases.put((tool, group))
     origin_fields = origin(detect(options.device))
-    origin_fields["commit"] = options.commit or origin_fields["commit"]
     lock, statuses = threading.Lock(), []
     end_s = time.monotonic() + options.seconds
 
@@ -330,7 +329,6 @@ def main() -> int:
     parser.add_argument("--lines", type=int, default=30, help="shown of a case with a finding")
     parser.add_argument("--sanitizer", default=find_sanitizer(), help="the program")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--commit", help="where git cannot tell which one runs")
     parser.add_argument("--json", type=Path, help="list of records to add to")
     options = parser.parse_args()
     wrong = [tool for tool in options.tool.split(",") if tool not in TOOLS]

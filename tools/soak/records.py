@@ -6,12 +6,13 @@ import argparse
 import json
 import math
 import random
-import subprocess
 import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from subten.bench.report import source_commit
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -19,7 +20,6 @@ def parser(description: str) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=description)
     result.add_argument("--seed", type=int, default=None, help="default: a fresh one")
     result.add_argument("--record", type=Path, default=None, help="JSON file of results to update")
-    result.add_argument("--commit", default=None, help="where git cannot tell which one runs")
     return result
 
 
@@ -28,7 +28,7 @@ def parse(arguments: argparse.ArgumentParser) -> argparse.Namespace:
     options = arguments.parse_args()
     if options.seed is None:
         options.seed = random.SystemRandom().randrange(2**40)
-    options.commit = options.commit or _commit()
+    options.commit = source_commit() or "unknown"
     return options
 
 
@@ -131,24 +131,8 @@ def _command() -> str:
     """The command without what depends on one machine."""
     script = "/".join(Path(sys.argv[0]).absolute().parts[-3:])
     options = sys.argv[1:]
-    for name in ("--record", "--progress", "--commit"):
+    for name in ("--record", "--progress"):
         if name in options:
             at = options.index(name)
             del options[at : at + 2]
     return " ".join(["python", script, *options])
-
-
-def _commit() -> str:
-    """The commit that runs, with a plus sign if files differ from it."""
-    here = Path(__file__).parent
-    try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--abbrev=12"],
-            cwd=here,
-            capture_output=True,
-            check=True,
-            text=True,
-            timeout=60,
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"

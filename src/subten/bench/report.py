@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -31,7 +32,7 @@ def environment(device: Device) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": package_version("triton"),
         "subten": package_version("subten"),
-        "commit": _commit(),
+        "commit": source_commit(),
         "command": shlex.join(["subten", *sys.argv[1:]]),
     }
 
@@ -92,8 +93,13 @@ def human_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.3g} {unit}"
 
 
-def _commit() -> str | None:
-    """The commit of the source tree that runs, `-dirty` with changes; None outside a checkout."""
+def source_commit() -> str | None:
+    """The commit of the source tree that runs, `-dirty` with changes; None outside a checkout.
+
+    SUBTEN_COMMIT names it where the tree is a copy whose git does not know.
+    """
+    if named := os.environ.get("SUBTEN_COMMIT"):
+        return named
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None
