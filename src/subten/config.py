@@ -203,3 +203,11 @@ def env_api_key() -> tuple[str, ...]:
     if key == "":
         raise ConfigError(f"{API_KEY_VARIABLE}: got ''; allowed: a key, or no such variable")
     return () if key is None else (key,)
+
+
+def env_commit() -> str | None:
+    """The commit that measurements name: SUBTEN_COMMIT, or None for what git says."""
+    commit = os.environ.get("SUBTEN_COMMIT")
+    if commit == "":
+        raise refuse(ConfigError, "SUBTEN_COMMIT", commit, "a commit, or no such variable")
+    return commit

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from gpu_runs import JOBS, ROOT, Job, main
 
 from subten.bench.report import source_commit
+from subten.core import ConfigError
 
 DIRECTORIES = {"workers": 4, "results": "results", "logs": "logs", "gpu": "h200"}
 
@@ -43,7 +44,8 @@ def test_a_record_names_the_commit_of_a_copy(monkeypatch):
     monkeypatch.setenv("SUBTEN_COMMIT", "0123456789ab")
     assert source_commit() == "0123456789ab" != here
     monkeypatch.setenv("SUBTEN_COMMIT", "")
-    assert source_commit() == here
+    with pytest.raises(ConfigError, match="SUBTEN_COMMIT: got ''"):
+        source_commit()
 
 
 def test_one_that_fails_or_hangs_stops_none(tmp_path, capsys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shlex
 import subprocess
@@ -14,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from subten.config import env_commit
 from subten.core import ConfigError, refuse
 from subten.device import Device
 
@@ -96,9 +96,9 @@ def human_bytes(num_bytes: float) -> str:
 def source_commit() -> str | None:
     """The commit of the source tree that runs, `-dirty` with changes; None outside a checkout.
 
-    SUBTEN_COMMIT names it where the tree is a copy whose git does not know.
+    `env_commit` names it where the tree is a copy whose git does not know.
     """
-    if named := os.environ.get("SUBTEN_COMMIT"):
+    if named := env_commit():
         return named
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
