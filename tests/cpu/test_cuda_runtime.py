@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -123,6 +125,45 @@ def test_arguments_become_the_types_of_the_parameters():
     assert runtime.pack_argument(ctypes.c_int64(2**40)).value == 2**40
     with pytest.raises(AssertionError):
         runtime.pack_argument(2**31)
+
+
+WITHOUT_WARNINGS = """
+import ctypes, sys
+from types import ModuleType
+
+from subten.kernels.cuda import runtime
+
+def write(text):
+    def to(_program, at):
+        address = ctypes.cast(ctypes.c_char_p(at), ctypes.c_void_p)
+        ctypes.memmove(address, text, len(text))
+        return (0,)
+    return to
+
+nvrtc = ModuleType("cuda.bindings.nvrtc")
+vars(nvrtc).update(
+    nvrtcCreateProgram=lambda *_: (0, 1),
+    nvrtcAddNameExpression=lambda *_: (0,),
+    nvrtcCompileProgram=lambda *_: (0,),
+    nvrtcGetProgramLogSize=lambda _: (0, 1),
+    nvrtcGetProgramLog=write(b"\\0"),
+    nvrtcGetLoweredName=lambda *_: (0, b"symbol"),
+    nvrtcGetCUBINSize=lambda _: (0, 1),
+    nvrtcGetCUBIN=write(b"c"),
+    nvrtcDestroyProgram=lambda _: (0,),
+)
+sys.modules[nvrtc.__name__] = nvrtc
+assert runtime.compile_cubin("linear.cu", "a<1>", "sm_90a") == (b"c", "symbol")
+assert [bytes([value])[0] for value in range(256)] == list(range(256))
+"""
+
+
+def test_a_compiler_without_a_word_leaves_the_bytes_of_python_alone(tmp_path):
+    """In a process of its own, as one that has them broken is good for nothing, and from sources:
+    out of a .pyc constants come as objects of their own."""
+    command = [sys.executable, "-X", f"pycache_prefix={tmp_path}", "-c", WITHOUT_WARNINGS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_more_shared_memory_is_asked_for_where_it_is_needed(monkeypatch):

@@ -129,13 +129,8 @@ def tokenize(
 def save_array(path: Path, array: Array) -> None:
     """Write an .npy file that is either whole or not there."""
     partial = path.with_suffix(f".{os.getpid()}.partial")
-    array = np.ascontiguousarray(array)
     with partial.open("wb") as stream:
-        # np.save writes the numbers past the stream, by a second descriptor of the file: on one
-        # machine the header, still in the stream's buffer, came out as zeros.
-        header = np.lib.format.header_data_from_array_1_0(array)
-        np.lib.format.write_array_header_1_0(stream, header)
-        stream.write(array.data.cast("B"))
+        np.save(stream, array, allow_pickle=False)
     partial.replace(path)
 
 

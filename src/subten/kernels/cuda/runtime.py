@@ -270,15 +270,26 @@ def compile_cubin(source: str, name: str, arch: str) -> tuple[bytes, str]:
         _nvrtc_value(nvrtc.nvrtcAddNameExpression(program, name.encode()), name)
         options = [option.encode() for option in (*OPTIONS, f"-arch={arch}")]
         result = nvrtc.nvrtcCompileProgram(program, len(options), options)
-        log = b" " * _nvrtc_value(nvrtc.nvrtcGetProgramLogSize(program), "log size")
+        log = _buffer(_nvrtc_value(nvrtc.nvrtcGetProgramLogSize(program), "log size"))
         _nvrtc_value(nvrtc.nvrtcGetProgramLog(program, log), "log")
-        _nvrtc_value(result, f"{source}, {name}, {arch}:\n{log.decode(errors='replace').strip()}")
+        text = log.decode(errors="replace").strip("\0 \n")
+        _nvrtc_value(result, f"{source}, {name}, {arch}:\n{text}")
         symbol = _nvrtc_value(nvrtc.nvrtcGetLoweredName(program, name.encode()), name).decode()
-        cubin = b" " * _nvrtc_value(nvrtc.nvrtcGetCUBINSize(program), "size of the cubin")
+        num_bytes = _nvrtc_value(nvrtc.nvrtcGetCUBINSize(program), "size of the cubin")
+        cubin = _buffer(num_bytes)
         _nvrtc_value(nvrtc.nvrtcGetCUBIN(program, cubin), "cubin")
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return cubin, symbol
+    return cubin[:num_bytes], symbol
+
+
+def _buffer(num_bytes: int) -> bytes:
+    """Bytes that NVRTC may write over, for it takes no other type.
+
+    Never of length 1: those are the interpreter's own, one of each value, and the log of a program
+    without warnings is one byte long.
+    """
+    return bytes(num_bytes + 1)
 
 
 def _read_header(line: bytes) -> tuple[str, str] | None:
