@@ -230,7 +230,9 @@ def test_a_step_that_fails_half_way_leaves_no_counts(monkeypatch, randn, generat
     case = Case(
         randn, ids_TK, E=6, D=256, hidden=128, weight_format="fp8", residual_dtype=torch.float32
     )
-    expected_TD = case.run(ONE_TILE_PLANS[0])
+    cuda_grouped._all_progress.cache_clear()
+    with torch.inference_mode():  # as the engine's first step has it
+        expected_TD = case.run(ONE_TILE_PLANS[0])
 
     def no_memory(*_: Any, **__: Any) -> torch.Tensor:
         assert bool(cuda_grouped._all_progress(expected_TD.device).any())
@@ -355,6 +357,16 @@ def test_what_the_kernels_do_not_take_goes_to_triton(monkeypatch, randn, generat
     assert not suits(case.routing, case.gate_up, case.down, case.residual_TD)
     cuda_experts.experts(case.routing, case.gate_up, case.down, residual_TD=case.residual_TD)
     assert taken.pop()[0][0] is case.routing
+
+
+def test_plans_that_do_not_fit_a_block_are_handed_over(monkeypatch, randn):
+    ids_TK = torch.zeros(64, 1, dtype=torch.int64)
+    options = {"D": 4096, "hidden": 384, "residual_dtype": torch.float32}
+    case = Case(randn, ids_TK, E=1, weight_format="int4", **options)
+    arguments = (case.routing, case.gate_up, case.down, case.residual_TD)
+    assert suits(*arguments)
+    monkeypatch.setattr(runtime, "max_shared_bytes", lambda _device: 98 * 1024)
+    assert not suits(*arguments)
 
 
 @pytest.mark.usefixtures("kernels", "poisoned")

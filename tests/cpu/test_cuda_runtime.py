@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from subten.kernels.cuda import runtime
+from subten.kernels.cuda import attend, runtime
 from subten.kernels.cuda.gemv import FORMATS
 
 KERNELS = [
@@ -164,6 +164,28 @@ def test_a_compiler_without_a_word_leaves_the_bytes_of_python_alone(tmp_path):
     command = [sys.executable, "-X", f"pycache_prefix={tmp_path}", "-c", WITHOUT_WARNINGS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_plans_for_more_shared_memory_than_a_gpu_has_are_refused(monkeypatch):
+    """Consumers' GPUs copy in bulk too, but a block has 99 KiB there; others hand over as well."""
+    gpu, found = torch.device("cuda", 0), {}
+    for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+        said = SimpleNamespace(capability=capability)
+        for module in (runtime, attend):
+            monkeypatch.setattr(module, "detect", lambda _name, said=said: said)
+        runtime.max_shared_bytes.cache_clear()
+        attend.has_bulk_copies.cache_clear()
+        found[capability] = (runtime.max_shared_bytes(gpu) // 1024, attend.has_bulk_copies(gpu))
+    runtime.max_shared_bytes.cache_clear()
+    attend.has_bulk_copies.cache_clear()
+    assert found == {
+        (8, 0): (162, False),
+        (8, 9): (98, False),
+        (9, 0): (226, True),
+        (10, 0): (226, True),
+        (12, 0): (98, False),
+    }
+    assert runtime.max_shared_bytes(torch.device("cpu")) == 226 * 1024
 
 
 def test_more_shared_memory_is_asked_for_where_it_is_needed(monkeypatch):

@@ -357,8 +357,10 @@ def suits(q_THD: torch.Tensor, pages_PGB: torch.Tensor, fmt: KVFormat, step: Ste
 
 @functools.cache
 def has_bulk_copies(device: torch.device) -> bool:
-    """Whether the device copies in bulk: compute capability 9.0."""
-    return device.type != "cuda" or (detect(str(device)).capability or (0, 0)) >= (9, 0)
+    """Whether the device copies in bulk, from compute capability 9.0 on, and a block of it has the
+    shared memory that plans want: consumers' GPUs of 12.0 have less than half."""
+    is_new = device.type != "cuda" or detect(str(device)).capability >= (9, 0)
+    return is_new and runtime.max_shared_bytes(device) >= MAX_SHARED_BYTES
 
 
 @functools.cache

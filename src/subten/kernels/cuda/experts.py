@@ -17,7 +17,6 @@ from subten.kernels.cuda.gemv import (
     FLOAT_DTYPES,
     FORMATS,
     KEPT_UNITS,
-    MAX_SHARED_BYTES,
     MAX_TOKENS,
     TILE_ROWS,
     GemvPlan,
@@ -255,7 +254,8 @@ def suits_one_token(gate_up: Weight, down: Weight, top_k: int) -> bool:
         return False
     plan = plan_up_ahead(top_k, double_hidden // 2, dim, gate_up.format)
     up_bytes = linear_shared(gate_up.format, 1, dim, plan) + 4 * gate_up.shape[0]
-    return units_of_thread(dim, plan) <= KEPT_UNITS and up_bytes <= MAX_SHARED_BYTES
+    most_bytes = runtime.max_shared_bytes(gate_up.codes.device)
+    return units_of_thread(dim, plan) <= KEPT_UNITS and up_bytes <= most_bytes
 
 
 def _suits(routing: Routing, gate_up: Weight, down: Weight, residual_TD: torch.Tensor) -> bool:
@@ -289,4 +289,4 @@ def _suits_weights(gate_up: Weight, down: Weight, top_k: int, num_tokens: int) -
     )
     down_plan = plan_down(top_k, hidden, down.format)
     down_bytes = _down_shared(down.format, top_k, hidden, down_plan)
-    return max(up_bytes, down_bytes) <= MAX_SHARED_BYTES
+    return max(up_bytes, down_bytes) <= runtime.max_shared_bytes(gate_up.codes.device)

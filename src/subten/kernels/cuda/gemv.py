@@ -340,5 +340,6 @@ def _suits_linear(
         and (residual_TN is None or residual_TN.dtype in FLOAT_DTYPES)
         and (residual_TN is None or residual_TN.stride(1) == 1)
         and (out_dtype is None or out_dtype in FLOAT_DTYPES)
-        and linear_shared(weight.format, num_tokens, dim, plan) <= MAX_SHARED_BYTES
+        and linear_shared(weight.format, num_tokens, dim, plan)
+        <= runtime.max_shared_bytes(x_TK.device)
     )

@@ -160,14 +160,8 @@ def grouped(
     outside of any graph capture, allocates them.
     """
     num_assignments, num_experts = routing.topk_id_TK.numel(), gate_up.shape[0]
-    has_wide = _has_wide(residual_TD.device)
-    up_plan, down_plan = (
-        plan
-        or plan_grouped(
-            weight.shape[2], num_assignments, num_experts, weight.format, has_wide=has_wide
-        )
-        for plan, weight in ((up_plan, gate_up), (down_plan, down))
-    )
+    up_plan = up_plan or _plan(routing, gate_up)
+    down_plan = down_plan or _plan(routing, down)
     num_progress = 1 + _max_tiles(num_assignments, num_experts, up_plan)
     if up_plan.tiles > 1 or up_plan != down_plan or num_progress > MAX_PROGRESS:
         act_AF = launch_up(routing, gate_up, plan=up_plan, is_act_wide=down_plan.wide, pdl=pdl)
@@ -356,6 +350,14 @@ def launch_combine(
     return out_TD
 
 
+def _plan(routing: Routing, weight: Weight) -> GroupedPlan:
+    num_experts, _, dim = weight.shape
+    has_wide = _has_wide(weight.codes.device)
+    return plan_grouped(
+        dim, routing.topk_id_TK.numel(), num_experts, weight.format, has_wide=has_wide
+    )
+
+
 def suits(routing: Routing, gate_up: Weight, down: Weight, residual_TD: torch.Tensor) -> bool:
     """Whether the kernels take these tensors: an order, bfloat16, whole blocks, warps of rows."""
     dim, hidden = gate_up.shape[2], down.shape[2]
@@ -388,6 +390,11 @@ def suits(routing: Routing, gate_up: Weight, down: Weight, residual_TD: torch.Te
         and all(is_plain(tensor) for tensor in tensors)
         and residual_TD.dtype in FLOAT_DTYPES
         and has_rows(residual_TD)
+        and all(
+            _plan(routing, weight).shared_bytes(FORMATS[weight.format], len(starts) - 1)
+            <= runtime.max_shared_bytes(residual_TD.device)
+            for weight in (gate_up, down)
+        )
     )
 
 
@@ -400,7 +407,9 @@ def _has_wide(device: torch.device) -> bool:
 def _all_progress(device: torch.device) -> torch.Tensor:
     is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     assert not is_capturing, "the first experts of a batch must run outside of graph capture"
-    return torch.zeros(MAX_PROGRESS, dtype=torch.int32, device=device)
+    # Of inference mode nothing outside it could set them back.
+    with torch.inference_mode(False):
+        return torch.zeros(MAX_PROGRESS, dtype=torch.int32, device=device)
 
 
 def _max_tiles(num_assignments: int, num_experts: int, plan: GroupedPlan) -> int:

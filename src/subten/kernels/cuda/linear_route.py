@@ -17,7 +17,6 @@ from subten.kernels.cuda.experts import suits_one_token
 from subten.kernels.cuda.gemv import (
     FORMATS,
     KEPT_UNITS,
-    MAX_SHARED_BYTES,
     TILE_ROWS,
     GemvPlan,
     has_rows,
@@ -181,7 +180,8 @@ def _suits_weights(output: Weight, router: Router) -> bool:
         and router.norm_weight_D.dtype == torch.bfloat16
         and is_plain(router.norm_weight_D)
         and units_of_thread(num_inputs, plan) <= KEPT_UNITS
-        and linear_shared(output.format, 1, num_inputs, plan) <= MAX_SHARED_BYTES
+        and linear_shared(output.format, 1, num_inputs, plan)
+        <= runtime.max_shared_bytes(output.codes.device)
     )
 
 

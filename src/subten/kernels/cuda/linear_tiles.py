@@ -244,6 +244,7 @@ def suits(
         and (residual_TN is None or residual_TN.stride(1) == 1)
         and (out_dtype is None or out_dtype in FLOAT_DTYPES)
         and (x_TK.device.type == "cpu" or runtime.has_clusters(x_TK.device))
+        and runtime.max_shared_bytes(x_TK.device) >= MAX_SHARED_BYTES
     )
 
 

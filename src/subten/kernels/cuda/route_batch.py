@@ -11,7 +11,7 @@ import functools
 import torch
 
 from subten.kernels.cuda import runtime
-from subten.kernels.cuda.gemv import FLOAT_DTYPES, MAX_SHARED_BYTES, has_rows, is_plain
+from subten.kernels.cuda.gemv import FLOAT_DTYPES, has_rows, is_plain
 from subten.kernels.route import Routing
 
 NUM_THREADS = 256
@@ -129,7 +129,8 @@ def suits(
         and is_plain(norm_weight_D)
         and gate_ED.dtype == torch.float32
         and is_plain(gate_ED)
-        and shared_bytes(num_tokens, dim, num_experts, top_k) <= MAX_SHARED_BYTES
+        and shared_bytes(num_tokens, dim, num_experts, top_k)
+        <= runtime.max_shared_bytes(x_TD.device)
         and (x_TD.device.type == "cpu" or runtime.has_clusters(x_TD.device))
     )
 

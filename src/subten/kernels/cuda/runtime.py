@@ -15,7 +15,7 @@ import importlib.util
 import json
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +199,28 @@ def launch(
     run(grid, block, args, shared_bytes=shared_bytes, pdl=pdl, cluster=cluster)
 
 
+BLOCK_SHARED_KIB: Mapping[tuple[int, int], int] = {
+    (8, 0): 163,
+    (8, 7): 163,
+    (9, 0): 227,
+    (10, 0): 227,
+    (10, 3): 227,
+    (11, 0): 227,
+}
+"""Shared memory that a block may have, by compute capability; 99 on all others from 8.0 on (CUDA
+C++ Programming Guide, Technical Specifications per Compute Capability)."""
+
+STATIC_BYTES = 1024
+"""Of that, what kernels declare at most where they do not say more."""
+
+
+@functools.cache
+def max_shared_bytes(device: torch.device) -> int:
+    """Dynamic shared memory that a block on `device` may have; a CPU stands in for sm_90."""
+    capability = (9, 0) if device.type == "cpu" else detect(str(device)).capability
+    return 1024 * BLOCK_SHARED_KIB.get(capability, 99) - STATIC_BYTES
+
+
 @functools.cache
 def has_clusters(device: torch.device) -> bool:
     """Whether blocks of `device` can be launched in clusters: from compute capability 9.0 on."""
@@ -284,7 +306,7 @@ def compile_cubin(source: str, name: str, arch: str) -> tuple[bytes, str]:
 
 
 def _buffer(num_bytes: int) -> bytes:
-    """Bytes that NVRTC may write over, for it takes no other type.
+    """Bytes that NVRTC may write over.
 
     Never of length 1: those are the interpreter's own, one of each value, and the log of a program
     without warnings is one byte long.
