@@ -2,6 +2,7 @@
 
 `pytest --device cuda` runs the same kernel tests on a GPU; on the default `cpu` they run under
 Triton's interpreter. `--seed N` repeats the random inputs of a failed run.
+`--failures FILE` keeps each failure as it happens.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib.util
 import os
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="cpu (Triton's interpreter), cuda or cuda:N")
     parser.addoption("--seed", type=int, default=None, help="seed of the random inputs")
+    parser.addoption("--failures", type=Path, help="file that gets each failure as it happens")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,6 +39,22 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         # One thread: results do not depend on the machine's cores, and small ops run faster.
         torch.set_num_threads(1)
+    failures = config.getoption("--failures")
+    if failures is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Failures(failures))
+
+
+class Failures:
+    """Keeps what failed, and why, where a run is cut before it can say so."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.unlink(missing_ok=True)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{report.nodeid}, {report.when}:\n{report.longreprtext}\n\n")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

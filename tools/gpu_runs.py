@@ -56,7 +56,7 @@ JOBS = (
     Job(
         name="tests",
         command="-m pytest tests --device cuda -n {workers} --dist worksteal --tb=short "
-        "-p no:cacheprovider",
+        "-p no:cacheprovider --failures {logs}/failures.txt",
         limit_s=600,
     ),
     Job(

@@ -323,7 +323,9 @@ def test_info_lists_ops_and_codecs():
     assert backend in ({"torch"} if DEVICE == "cpu" else {"triton", "cuda"})
     assert set(found["kv_cache_dtypes"]) == set(CODECS)
     assert found["kv_cache_dtypes"]["int4"]["true_bits"] == {"64": 4.5, "128": 4.25}
-    shown = " ".join(run("info").stdout.split())
+    told = run("info")
+    assert told.exit_code == 0, told.stderr
+    shown = " ".join(told.stdout.split())
     assert f"attend {backend}" in shown
     assert "4.250" in shown
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -64,3 +65,17 @@ def test_one_that_fails_or_hangs_stops_none(tmp_path, capsys):
     assert not (tmp_path / "left-out.log").exists()
     assert main([*arguments[:2], "--seconds", "0"], jobs[2:]) == 1
     assert "no time left" in capsys.readouterr().out
+
+
+def test_failures_are_kept_as_they_happen(tmp_path):
+    """Those of a run that is ended by force as well."""
+    text = "import os\n\ndef test_a():\n    assert 1 == 2\n\ndef test_b():\n    os._exit(9)\n"
+    (tmp_path / "test_x.py").write_text(text, encoding="utf-8")
+    kept = tmp_path / "failures.txt"
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", "-c", "/dev/null"]
+    command += ["-p", "no:cacheprovider", "--failures", str(kept), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 9, done.stdout + done.stderr
+    lines = kept.read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "test_x.py::test_a, call:"
+    assert "E       assert 1 == 2" in lines

@@ -165,8 +165,8 @@ class PrefillGraphs:
             struct.pack_into(f"={num_tokens}q", host["token_id_T"].data, 0, *token_ids)
             host["position_T"][:num_tokens] = np.arange(item.start, end)
             page_P = np.asarray(pages, dtype=np.int64)
-            first = item.start // PAGE_SIZE
-            slot_PT = page_P[first:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)
+            first, last = item.start // PAGE_SIZE, -(-end // PAGE_SIZE)
+            slot_PT = page_P[first:last, None] * PAGE_SIZE + np.arange(PAGE_SIZE)
             own = item.start - first * PAGE_SIZE
             host["slot_T"][:num_tokens] = slot_PT.reshape(-1)[own : own + num_tokens]
             host["kv_len_S"][0] = end
