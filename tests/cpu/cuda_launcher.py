@@ -6,9 +6,9 @@ import ctypes
 import functools
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -20,23 +20,29 @@ EMULATION = Path(__file__).parent / "cuda_emulation"
 
 
 @functools.cache
-def emulator(*folders: Path) -> ctypes.CDLL:
-    """The kernels compiled for the CPU, every thread of a block a fiber.
+def start_emulator(*folders: Path) -> tuple[subprocess.Popen[bytes], TemporaryDirectory[str]]:
+    """Begin to compile an emulator, which takes seconds -> the process, and the library's folder.
 
-    `folders` hold `emulate.cpp` (the first) and stand-ins for headers, besides EMULATION.
+    `folders` hold `emulate.cpp` (the first) and stand-ins for headers, besides EMULATION. A module
+    of tests that has them as EMULATOR finds it started by conftest.py.
     """
     folders = (*folders, EMULATION)
-    folder = tempfile.mkdtemp(prefix="subten-emulator-")
-    library = Path(folder) / "emulate.so"
+    folder = TemporaryDirectory(prefix="subten-emulator-")
     command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing"]
     command += ["-Wall", "-Wno-unknown-pragmas", "-Werror", "-shared", "-fPIC"]
     command += [f"-I{folder}" for folder in (*folders, SOURCES)]
-    command += [f"{folders[0]}/emulate.cpp", "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    loaded = ctypes.CDLL(str(library))
-    shutil.rmtree(folder)
-    return loaded
+    command += [f"{folders[0]}/emulate.cpp", "-o", f"{folder.name}/emulate.so"]
+    with (Path(folder.name) / "log").open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log), folder
+
+
+@functools.cache
+def emulator(*folders: Path) -> ctypes.CDLL:
+    """The kernels compiled for the CPU, every thread of a block a fiber."""
+    process, folder = start_emulator(*folders)
+    path = Path(folder.name)
+    assert process.wait() == 0, (path / "log").read_text(encoding="utf-8", errors="replace")
+    return ctypes.CDLL(str(path / "emulate.so"))
 
 
 def emulated_launch(

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 from cuda_launcher import emulated_launch as emulated_append
-from cuda_launcher import refuse_launch, use_kernels
+from cuda_launcher import emulator, refuse_launch, use_kernels
 from test_attend import POISON, Scene, make_scene, tolerances
-from test_cuda_attend import SMALL, emulated_launch, emulator
+from test_cuda_attend import EMULATOR, SMALL, emulated_launch
 from test_kv_append import make_rope
 
 from conftest import assert_close
@@ -144,7 +144,7 @@ def late_inputs(tensors: Sequence[torch.Tensor]) -> None:
     num = len(tensors)
     starts = (ctypes.c_void_p * num)(*(tensor.data_ptr() for tensor in tensors))
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    emulator().set_inputs(starts, (ctypes.c_int * num)(*sizes), num)
+    emulator(*EMULATOR).set_inputs(starts, (ctypes.c_int * num)(*sizes), num)
 
 
 def check(
@@ -333,10 +333,10 @@ def test_no_copy_waits_for_the_newest_row(randn: Randn, device: torch.device) ->
     if device.type != "cpu":
         pytest.skip("only the emulator sees when a copy starts")
     case = make_case(randn, "int4", 128, num_kv_heads=2, group=2, lengths=[1, 40])
-    emulator().set_late(None, None, 0)
+    emulator(*EMULATOR).set_late(None, None, 0)
     case.run(append_attend, case.scene.pages_PGB, plan=SMALL)
     # K and V of one page, of 2 sequences and 2 KV heads.
-    assert emulator().num_early_copies() == 2 * 2 * 2
+    assert emulator(*EMULATOR).num_early_copies() == 2 * 2 * 2
 
 
 @pytest.mark.usefixtures("kernels")

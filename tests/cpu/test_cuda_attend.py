@@ -11,16 +11,13 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cuda_launcher import EMULATION, SOURCES, use_kernels
+from cuda_launcher import emulator, use_kernels
 from test_attend import POISON, Scene, make_scene, tolerances
 
 from conftest import assert_close
@@ -34,26 +31,10 @@ from subten.kernels.cuda.attend import STRUCTS, DecodePlan, attend, plan_decode,
 from subten.kernels.step import StepTensors
 
 Randn = Callable[..., torch.Tensor]
-ATTEND_EMULATION = Path(__file__).parent / "attend_emulation"
+EMULATOR = (Path(__file__).parent / "attend_emulation",)
 SERVED = ("attend.cu", "append_attend.cu", "attend_mixed.cu")
 SMALL = DecodePlan(num_splits=3, min_slices=1, num_warps=2, num_stages=2)
 """Splits, warps and a ring that wraps around, within lengths that an emulator manages."""
-
-
-@functools.cache
-def emulator() -> ctypes.CDLL:
-    """The files of SERVED compiled for the CPU, every thread of a block a fiber."""
-    folder = tempfile.mkdtemp(prefix="subten-emulator-")
-    library = Path(folder) / "attend.so"
-    command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing"]
-    command += ["-Wall", "-Wno-unknown-pragmas", "-Werror", "-shared", "-fPIC"]
-    command += [f"-I{folder}" for folder in (ATTEND_EMULATION, EMULATION, SOURCES)]
-    command += [str(ATTEND_EMULATION / "emulate.cpp"), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    loaded = ctypes.CDLL(str(library))
-    shutil.rmtree(folder)
-    return loaded
 
 
 def emulated_launch(
@@ -72,7 +53,7 @@ def emulated_launch(
     assert device.type == "cpu", device
     values = [runtime.pack_argument(arg) for arg in args]
     pointers = runtime.pointer_array(values)
-    failed = emulator().emulate(name.encode(), *grid, block, shared_bytes, pointers)
+    failed = emulator(*EMULATOR).emulate(name.encode(), *grid, block, shared_bytes, pointers)
     assert not failed, f"the emulator does not hold {name}"
 
 
@@ -276,12 +257,14 @@ def test_newest_rows_are_read_after_the_wait(
                 starts.append(scene.pages_PGB[page, head].data_ptr() + at + row * row_bytes)
                 sizes.append(row_bytes)
     num = len(starts)
-    emulator().set_late((ctypes.c_void_p * num)(*starts), (ctypes.c_int * num)(*sizes), num)
+    emulator(*EMULATOR).set_late(
+        (ctypes.c_void_p * num)(*starts), (ctypes.c_int * num)(*sizes), num
+    )
     try:
         check(scene, randn(4, 6, head_dim, dtype=torch.bfloat16), plan=SMALL)
-        assert emulator().num_early_copies() > 0
+        assert emulator(*EMULATOR).num_early_copies() > 0
     finally:
-        emulator().set_late(None, None, 0)
+        emulator(*EMULATOR).set_late(None, None, 0)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_launcher import use_kernels
+from cuda_launcher import emulator, use_kernels
 from mixed_pages import int32
 from test_attend_mixed import Scene, check, make_scene
-from test_cuda_attend import emulated_launch, emulator, no_counter_is_left  # noqa: F401
+from test_cuda_attend import EMULATOR, emulated_launch, no_counter_is_left  # noqa: F401
 
 from subten.codecs.rotation import hadamard
 from subten.core import PAGE_SIZE
@@ -287,14 +287,16 @@ def test_what_the_kernel_ahead_writes_is_read_after_the_wait(
     sizes = [t.numel() * t.element_size() for t in ahead]
     starts, widths = zip(*late, strict=True)
     num = len(late)
-    emulator().set_late((ctypes.c_void_p * num)(*starts), (ctypes.c_int * num)(*widths), num)
-    emulator().set_inputs((ctypes.c_void_p * 4)(*at), (ctypes.c_int * 4)(*sizes), 4)
+    emulator(*EMULATOR).set_late(
+        (ctypes.c_void_p * num)(*starts), (ctypes.c_int * num)(*widths), num
+    )
+    emulator(*EMULATOR).set_inputs((ctypes.c_void_p * 4)(*at), (ctypes.c_int * 4)(*sizes), 4)
     try:
         assert torch.equal(scene.run(on_cuda(), q_THD, **added), expected_THD)
-        assert emulator().num_early_copies() > 0
+        assert emulator(*EMULATOR).num_early_copies() > 0
     finally:
-        emulator().set_late(None, None, 0)
-        emulator().set_inputs(None, None, 0)
+        emulator(*EMULATOR).set_late(None, None, 0)
+        emulator(*EMULATOR).set_inputs(None, None, 0)
 
 
 @pytest.mark.parametrize(

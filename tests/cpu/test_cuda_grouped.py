@@ -28,7 +28,7 @@ from subten.kernels.cuda.grouped import (
 from subten.kernels.route import Routing
 from subten.kernels.weight_formats import Weight, dequantize
 
-GROUPED_EMULATION = Path(__file__).parent / "grouped_emulation"
+EMULATOR = (Path(__file__).parent / "grouped_emulation",)
 
 PLANS = [
     GroupedPlan(tiles=1, warps=1, depth=2, blocks=1),
@@ -57,9 +57,7 @@ def emulated_launch(source, name, grid, block, args, *, device, shared_bytes=0, 
     assert source == "grouped.cu" and device.type == "cpu" and isinstance(pdl, bool), source
     values = [runtime.pack_argument(arg) for arg in args]
     pointers = runtime.pointer_array(values)
-    failed = emulator(GROUPED_EMULATION).emulate(
-        name.encode(), *grid, 1, 1, block, shared_bytes, pointers
-    )
+    failed = emulator(*EMULATOR).emulate(name.encode(), *grid, 1, 1, block, shared_bytes, pointers)
     assert not failed, f"the emulator does not hold {name}"
 
 
@@ -312,7 +310,7 @@ def test_codes_are_decoded_exactly(weight_format, device):
     num_units = FORMATS[weight_format].codes // 8
     pairs = torch.empty(len(byte), num_units * 4, dtype=torch.int32)
     for row, out in zip(byte, pairs, strict=True):
-        failed = emulator(GROUPED_EMULATION).decode(
+        failed = emulator(*EMULATOR).decode(
             weight_format.encode(),
             ctypes.c_void_p(row.data_ptr()),
             ctypes.c_void_p(out.data_ptr()),

@@ -22,6 +22,7 @@ from subten.kernels.norm_rope import rms_norm
 from subten.kernels.weight_formats import Weight
 
 HERE = Path(__file__).parent
+EMULATOR = (HERE / "linear_tiles_emulation", HERE / "grouped_emulation")
 
 PLANS = [
     TilePlan(slices=1, warps_n=1, warps_k=1, depth=3),
@@ -43,7 +44,7 @@ def emulated_launch(
     assert len(grid) == 3 and grid[0] % cluster == 0, (grid, cluster)
     values = [runtime.pack_argument(arg) for arg in args]
     pointers = runtime.pointer_array(values)
-    library = emulator(HERE / "linear_tiles_emulation", HERE / "grouped_emulation")
+    library = emulator(*EMULATOR)
     failed = library.emulate(name.encode(), *grid, block, shared_bytes, cluster, pointers)
     assert not failed, f"the emulator does not hold {name}"
 

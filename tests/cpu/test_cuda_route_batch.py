@@ -19,6 +19,7 @@ from subten.kernels.cuda.route_batch import TOKENS, route, suits, tokens_of_clus
 from subten.kernels.route import route_torch
 
 HERE = Path(__file__).parent
+EMULATOR = (HERE / "route_batch_emulation", HERE / "grouped_emulation")
 
 
 def emulated_launch(
@@ -28,7 +29,7 @@ def emulated_launch(
     assert source == "route_batch.cu" and device.type == "cpu" and isinstance(pdl, bool), source
     values = [runtime.pack_argument(arg) for arg in args]
     pointers = runtime.pointer_array(values)
-    library = emulator(HERE / "route_batch_emulation", HERE / "grouped_emulation")
+    library = emulator(*EMULATOR)
     failed = library.emulate(name.encode(), *grid, 1, block, shared_bytes, cluster, pointers)
     assert not failed, f"the emulator does not hold {name}"
 
