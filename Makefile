@@ -1,5 +1,5 @@
 # make demo    a real MoE model answers a question
-# make test    sets everything up and runs the tests
+# make test    sets everything up and runs the tests, in WORKERS processes
 # make lint    ruff, mypy, codespell        make format   rewrites the sources with ruff
 # make tables  rewrites the tables and charts from benchmarks/results
 #
@@ -10,6 +10,7 @@ VENV := .venv
 INSTALL ?= yes
 PROMPT ?= Why is the sky blue?
 PYTEST_ARGS ?=
+WORKERS ?= 2
 DEVICE := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 
 # The CUDA kernels' compiler, where there is a GPU to run them.
@@ -39,7 +40,7 @@ demo: $(DEMO)
 	$(RUN) -m subten generate "$(PROMPT)" --kv-cache-dtype int4 --max-tokens 200
 
 test: $(TEST)
-	$(RUN) -m pytest --device $(DEVICE) $(PYTEST_ARGS)
+	$(RUN) -m pytest --device $(DEVICE) -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(DEV)
 	$(RUN) -m ruff check .

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -66,19 +65,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a GPU: run with --device cuda"))
         if item.get_closest_marker("triton") and no_triton:
             item.add_marker(pytest.mark.skip(reason=no_triton))
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Emulators of the kernels compile on another core while the first tests run."""
-    config = session.config
-    on_gpu = torch.device(config.getoption("--device")).type == "cuda"
-    if on_gpu or config.option.collectonly or shutil.which("g++") is None:
-        return
-    modules = {getattr(item, "module", None) for item in session.items}
-    for folders in {getattr(module, "EMULATOR", None) for module in modules} - {None}:
-        from cuda_launcher import start_emulator
-
-        start_emulator(*folders)
 
 
 def _why_no_triton(on_gpu: bool) -> str | None:

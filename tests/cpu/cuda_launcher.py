@@ -19,30 +19,28 @@ SOURCES = Path(runtime.__file__).parent
 EMULATION = Path(__file__).parent / "cuda_emulation"
 
 
-@functools.cache
-def start_emulator(*folders: Path) -> tuple[subprocess.Popen[bytes], TemporaryDirectory[str]]:
-    """Begin to compile an emulator, which takes seconds -> the process, and the library's folder.
+def emulator(*folders: Path) -> ctypes.CDLL:
+    """The kernels compiled for the CPU, every thread of a block a fiber.
 
-    `folders` hold `emulate.cpp` (the first) and stand-ins for headers, besides EMULATION. A module
-    of tests that has them as EMULATOR finds it started by conftest.py.
+    `folders` hold `emulate.cpp` (the first) and stand-ins for headers, besides EMULATION.
     """
+    library, log = _compile(*folders)
+    assert library is not None, log
+    return library
+
+
+@functools.cache
+def _compile(*folders: Path) -> tuple[ctypes.CDLL | None, str]:
+    """The library, or none where it does not compile, and what the compiler said."""
     folders = (*folders, EMULATION)
-    folder = TemporaryDirectory(prefix="subten-emulator-")
     command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing"]
     command += ["-Wall", "-Wno-unknown-pragmas", "-Werror", "-shared", "-fPIC"]
     command += [f"-I{folder}" for folder in (*folders, SOURCES)]
-    command += [f"{folders[0]}/emulate.cpp", "-o", f"{folder.name}/emulate.so"]
-    with (Path(folder.name) / "log").open("wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log), folder
-
-
-@functools.cache
-def emulator(*folders: Path) -> ctypes.CDLL:
-    """The kernels compiled for the CPU, every thread of a block a fiber."""
-    process, folder = start_emulator(*folders)
-    path = Path(folder.name)
-    assert process.wait() == 0, (path / "log").read_text(encoding="utf-8", errors="replace")
-    return ctypes.CDLL(str(path / "emulate.so"))
+    with TemporaryDirectory(prefix="subten-emulator-") as folder:
+        library = f"{folder}/emulate.so"
+        command += [f"{folders[0]}/emulate.cpp", "-o", library]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return (ctypes.CDLL(library) if done.returncode == 0 else None), done.stderr
 
 
 def emulated_launch(

@@ -217,7 +217,8 @@ STATIC_BYTES = 1024
 @functools.cache
 def max_shared_bytes(device: torch.device) -> int:
     """Dynamic shared memory that a block on `device` may have; a CPU stands in for sm_90."""
-    capability = (9, 0) if device.type == "cpu" else detect(str(device)).capability
+    is_gpu = device.type == "cuda"
+    capability: tuple[int, int] = detect(str(device)).capability if is_gpu else (9, 0)
     return 1024 * BLOCK_SHARED_KIB.get(capability, 99) - STATIC_BYTES
 
 
