@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from exact_products import ExactProducts
 from tiny_checkpoint import config_values
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from subten.cache.adaptive_pool import AdaptivePool
 from subten.cache.fidelity import Span
@@ -132,22 +130,6 @@ def run(
         return llm.generate(prompts, params)
     finally:
         llm.engine.step = step  # type: ignore[method-assign]
-
-
-class ExactProducts(TorchFunctionMode):
-    """Matrix products of float32 by way of float64: a row's do not depend on the rows beside it.
-
-    In float32 they do, in the last bit, which turns a number in BF16 or a code now and then, and
-    then a token wherever two logits are near.
-    """
-
-    PRODUCTS = (F.linear, torch.einsum, torch.Tensor.__matmul__, torch.Tensor.matmul)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in self.PRODUCTS:
-            return func(*args, **(kwargs or {}))
-        args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.double, (args, kwargs or {}))
-        return func(*args, **kwargs).float()
 
 
 def prompt_of(length: int, rng: random.Random) -> list[int]:

@@ -12,6 +12,7 @@ from tiny_checkpoint import config_values, tensors_of, write_folder
 from subten.bench.kv_engine import evaluate_engine
 from subten.bench.kv_lab import evaluate_schemes
 from subten.bench.kv_menu import Menu
+from subten.calibration import rows as rows_module
 from subten.calibration.keys_at_load import KeyCalibration
 from subten.core import ConfigError, RequestError
 from subten.weights import LoadedModel, load_model
@@ -41,7 +42,10 @@ def loaded(tmp_path: Path, generator: torch.Generator) -> LoadedModel:
     return load_model(str(folder), kv_cache_dtype="bf16", **options)
 
 
-def test_the_engine_reads_what_one_pass_reads(loaded, generator):
+def test_the_engine_reads_what_one_pass_reads(loaded, generator, monkeypatch):
+    # One pass rounds rows to BF16, as they are in models of that type; the engine encodes what this
+    # model gives. One row of 2-bit codes in ten would be another.
+    monkeypatch.setattr(rows_module, "_rounded", torch.Tensor.float)
     ids = torch.randint(VOCAB, (620,), generator=generator).tolist()
     names = ("bf16", "int4", "int2", "adaptive-9")
     rows = list(evaluate_engine(loaded, names, ids, window=300))
@@ -63,12 +67,12 @@ def test_the_engine_reads_what_one_pass_reads(loaded, generator):
     for row, one_pass in zip(rows, expected, strict=True):
         assert row.num_tokens == one_pass.num_tokens
         assert row.ppl_reference == pytest.approx(one_pass.ppl_reference, rel=1e-5), row.scheme
-        # A few codes across an edge, after which likeliest tokens that were near to equal change:
-        # of 596 places 2 % is one deviation.
-        assert row.ppl_ratio == pytest.approx(one_pass.ppl_ratio, rel=0.02), row.scheme
-        assert abs(row.top1_agreement - one_pass.top1_agreement) < 0.06, row.scheme
-    assert rows[0].ppl_ratio == pytest.approx(1, abs=1e-3)
-    assert rows[0].top1_agreement > 0.99 > rows[2].top1_agreement
+        # Codes are the same but for one across an edge now and then, 1e-4 and a place of 596 in 26
+        # runs; of the BF16 cache, whose rows one pass here has as they are, 6e-4 and 4 places.
+        assert row.ppl_ratio == pytest.approx(one_pass.ppl_ratio, rel=2e-3), row.scheme
+        assert abs(row.top1_agreement - one_pass.top1_agreement) < 0.02, row.scheme
+    assert rows[0].ppl_ratio == pytest.approx(1, abs=2e-3)
+    assert rows[0].top1_agreement > 0.98 > rows[2].top1_agreement
     assert rows[3].true_bits == 9
     assert math.isclose(rows[1].true_bits, 5.0)
 

@@ -92,9 +92,7 @@ def run_layer(model: Decoder, index: int, x_TD: torch.Tensor, attend: Attend) ->
     def by_head(x_MHD: torch.Tensor) -> torch.Tensor:
         return x_MHD.view(*windows, num_tokens, -1, config.head_dim).transpose(-3, -2)
 
-    q_HTD, key_GTD, value_GTD = (
-        by_head(x_MHD.bfloat16().float()) for x_MHD in (*turned, v_MGD.float())
-    )
+    q_HTD, key_GTD, value_GTD = (by_head(_rounded(x_MHD)) for x_MHD in (*turned, v_MGD.float()))
     rows = LayerRows(
         layer=index,
         raw_key_GTD=by_head(raw_MGD.contiguous()),
@@ -105,3 +103,8 @@ def run_layer(model: Decoder, index: int, x_TD: torch.Tensor, attend: Attend) ->
     out_MN = attend(rows, q_HTD).transpose(-3, -2).reshape(len(x_MD), -1).to(qkv_MN.dtype)
     x_MD = attention.output(out_MN, residual_TN=x_MD)
     return layer.ffn(x_MD, layer.ffn_norm_D).float().view_as(x_TD)  # type: ignore[no-any-return]
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    """As a model in BF16 has it, whatever this one's dtype."""
+    return x.bfloat16().float()
