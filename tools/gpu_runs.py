@@ -1,7 +1,7 @@
 """Runs what only a GPU can: the tests, compute-sanitizer, and what the documents quote.
 
     python tools/gpu_runs.py --list
-    python tools/gpu_runs.py                          all of it, some 40 minutes on one H200
+    python tools/gpu_runs.py                          all of it
     python tools/gpu_runs.py --only tests sanitizer   in the order of the table
     python tools/gpu_runs.py --seconds 540            as far as that goes
 
@@ -35,7 +35,7 @@ class Job:
     """After `python`; `{workers}`, `{results}`, `{logs}` and `{gpu}` are filled in."""
 
     limit_s: int
-    """Some three times what it took on an H200."""
+    """Seconds after which it is cut."""
 
 
 def _latency(shape: str, rest: str) -> str:
