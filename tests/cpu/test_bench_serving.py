@@ -34,6 +34,12 @@ LATE_MS = 200.0
 """How late a piece may be on a busy machine; each is sent on time or later, never sooner."""
 
 
+class Server(ThreadingHTTPServer):
+    """All requests of a test may come at once."""
+
+    request_queue_size = 128
+
+
 class FakeServer:
     """Streams what `script` says: (seconds to wait, data of one event)."""
 
@@ -66,7 +72,7 @@ class FakeServer:
             def log_message(self, *_args: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = Server(("127.0.0.1", 0), Handler)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
@@ -207,6 +213,7 @@ def test_requests_come_at_their_rate():
         load, outcomes, _ = measure(server, num_prompts=20, request_rate=20.0, seed=seed)
         sent_s = [outcome.sent_s for outcome in outcomes]
         again = measure(server, num_prompts=20, seed=seed)[1]
+    assert not [outcome.error for outcome in (*outcomes, *again) if outcome.error]
     # Prompts come first from the generator, then the gaps.
     rng = random.Random(seed)
     for _ in range(20):
