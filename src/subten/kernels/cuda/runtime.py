@@ -100,7 +100,8 @@ class Kernel:
         self._module = self._value(self._driver.cuModuleLoadData(cubin), "cuModuleLoadData")
         got = self._driver.cuModuleGetFunction(self._module, symbol.encode())
         self._function = self._value(got, f"cuModuleGetFunction of {symbol}")
-        self._shared_limit = 48 * 1024
+        # What a kernel declares counts too.
+        self._shared_limit = 48 * 1024 - STATIC_BYTES
         self._pdl = self._attribute("PROGRAMMATIC_STREAM_SERIALIZATION")
         self._pdl.value.programmaticStreamSerializationAllowed = 1
 
