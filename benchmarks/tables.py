@@ -261,6 +261,28 @@ def short_peers_table(results: Results) -> str:
     )
 
 
+def logits_table(results: Results) -> str:
+    """How far logits are from the torch path in float32, per backend, dtype and way of reading."""
+    rows = [
+        [
+            result["gpu"] if case["device"] != "cpu" else "CPU",
+            f"{case['backend']}, {case['dtype']}",
+            case["path"],
+            f"{case['kld_mean']:.1e}",
+            f"{case['kld_p50']:.1e}",
+            f"{case['kld_max']:.1e}",
+            f"{case['logit_difference_max']:.1e}",
+            f"{case['num_other_tokens']} of {case['num_positions']}",
+            f"{case['largest_lead_lost']:.1e}",
+            result["date"],
+        ]
+        for result in _of_kind(results, "logit_differences")
+        for case in result["cases"]
+    ]
+    header = ["device", "backend, dtype", "read as", "KLD mean", "median", "largest"]
+    return _table([*header, "logits differ by", "other tokens", "by a lead of", "date"], rows)
+
+
 def sanitizer_table(results: Results) -> str:
     """What compute-sanitizer said of each kernel's tests."""
     rows = [
@@ -350,6 +372,7 @@ TABLES: Mapping[str, Callable[[Results], str]] = {
     "kernels": kernels_table,
     "peers": peers_table,
     "peers-short": short_peers_table,
+    "logits": logits_table,
     "sanitizer": sanitizer_table,
     "attention": attention_table,
     "runs": runs_table,

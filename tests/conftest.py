@@ -34,6 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
         if not torch.cuda.is_available():
             raise pytest.UsageError("--device: got 'cuda', but torch sees no GPU; allowed: cpu")
         os.environ.pop("TRITON_INTERPRET", None)
+        # Processes side by side share the cores: twins compute on the CPU.
+        workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     else:
         # Triton reads this when a kernel is decorated: before any test imports subten.kernels.
         os.environ["TRITON_INTERPRET"] = "1"

@@ -98,6 +98,12 @@ JOBS = (
         "--record {results}/{gpu}-batch-differences.json",
         limit_s=100,
     ),
+    Job(
+        name="logits",
+        command="benchmarks/logit_differences.py --device cuda "
+        "--record {results}/{gpu}-logit-differences.json",
+        limit_s=200,
+    ),
 )
 
 

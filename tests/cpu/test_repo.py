@@ -130,7 +130,7 @@ def test_every_result_belongs_to_a_table_and_says_where_it_is_from():
         kinds = ("demo", "latency", "kv_quality", "train")
         records = ("decode_latency", "decode_kernels", "peer_latency")
         records += ("serve_overhead", "serve_jitter", "adaptive_attend", "sanitizer")
-        records += ("batch_differences",)
+        records += ("batch_differences", "logit_differences")
         schemes = (
             "kv_scheme_quality",
             "kv_needles",
