@@ -4,6 +4,7 @@
     step_bench.py --batch 64 --context 4096 --codec fp8
     step_bench.py --attend-plan 4,8,8,3 --attend-plan 1,1,12,2
     step_bench.py --without-ops --early-mb 0 24 --up-plan 1,4,3,3
+    step_bench.py --batch 2 4 8 --crossover          few tokens, as those of a batch
     step_bench.py --batch 1 --context 1024           one token, the router's launch apart as well
     step_bench.py --json FILE                        the records, with where they are from
 
@@ -39,10 +40,11 @@ from subten.cache.pool import PagePool
 from subten.codecs import kv_format
 from subten.core import PAGE_SIZE
 from subten.device import detect
-from subten.kernels.cuda import grouped, is_available
+from subten.kernels.cuda import grouped, is_available, linear_tiles
 from subten.kernels.cuda.attend import DecodePlan
 from subten.kernels.linear_route import Router
 from subten.kernels.step import StepTensors, make_step
+from subten.layers import moe
 from subten.models.decoder import Decoder
 
 MANY_ROWS = 2**16
@@ -133,11 +135,43 @@ def random_step(model: Decoder, num_sequences: int, num_new: int, context_len: i
     )
 
 
-def cases(model: Decoder, args: argparse.Namespace, *, is_decode: bool) -> Iterator[Record]:
+def tiled(run: Run, is_tiled: Callable[[int, bool], bool]) -> Run:
+    """`linear` with `linear_tiles` for the matrices that `is_tiled(rows, has_residual)` names."""
+
+    def some(x_TK: torch.Tensor, weight: Any, **kwargs: Any) -> Any:
+        has_residual = kwargs.get("residual_TN") is not None
+        use = linear_tiles.linear if is_tiled(weight.shape[0], has_residual) else run
+        return use(x_TK, weight, **kwargs)
+
+    return some
+
+
+def crossover_cases(model: Decoder) -> Iterator[Record]:
+    """A step of few tokens with experts grouped or gathered, and matrices in tiles or not."""
+    linear = model.ops.linear
+    matrices = {
+        "qkv": lambda rows, has_residual: not has_residual and rows < MANY_ROWS,
+        "output": lambda _, has_residual: has_residual,
+        "head": lambda rows, _: rows >= MANY_ROWS,
+        "all": lambda *_: True,
+    }
+    usual = moe.needs_order
+    moe.needs_order = lambda _: False
+    yield {"case": "gathered", "ops": {}}
+    moe.needs_order = lambda _: True
+    yield {"case": "grouped", "ops": {}}
+    for name, is_tiled in matrices.items():
+        yield {"case": f"grouped, tiles: {name}", "ops": {"linear": tiled(linear, is_tiled)}}
+    moe.needs_order = usual
+
+
+def cases(
+    model: Decoder, args: argparse.Namespace, num_sequences: int, *, is_decode: bool
+) -> Iterator[Record]:
     """Names of what is measured, and the ops that differ."""
     yield {"case": "as it is", "ops": {}}
     layers: list[Any] = list(model.layers)
-    is_routed_ahead = is_decode and args.batch == 1 and layers[0].router is not None
+    is_routed_ahead = is_decode and num_sequences == 1 and layers[0].router is not None
     if is_routed_ahead:
         changes = {"linear_route": unfolded(model.ops.linear_route)}
         yield {"case": "router after the output product", "ops": changes}
@@ -146,6 +180,8 @@ def cases(model: Decoder, args: argparse.Namespace, *, is_decode: bool) -> Itera
             yield {"case": f"without {name}", "ops": changes}
     if not is_decode:
         return
+    if args.crossover:
+        yield from crossover_cases(model)
     for numbers in args.attend_plan:
         names = ("num_splits", "min_slices", "num_warps", "num_stages")
         plan = DecodePlan(**dict(zip(names, numbers, strict=True)))
@@ -182,10 +218,11 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen3-30b-a3b")
     parser.add_argument("--format", choices=("none", "fp8", "int4"), default="fp8")
     parser.add_argument("--codec", default="int4")
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--batch", type=int, nargs="+", default=[32])
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--prompt", type=int, default=512, help="tokens; 0: none")
     parser.add_argument("--without-ops", action="store_true")
+    parser.add_argument("--crossover", action="store_true")
     parser.add_argument("--attend-plan", type=_numbers, action="append", default=[])
     parser.add_argument("--up-plan", type=_numbers, action="append", default=[])
     parser.add_argument("--early-mb", type=int, nargs="+", default=[])
@@ -203,7 +240,7 @@ def main() -> None:
     config = get_shape(args.shape, min_model_len=max(args.context, args.prompt))
     model = random_decoder(config, device=DEVICE, quantization=args.format)
     model = in_format(model, kv_format(args.codec, config.head_dim))
-    num_pages = args.batch * math.ceil(args.context / PAGE_SIZE)
+    num_pages = max(args.batch) * math.ceil(args.context / PAGE_SIZE)
     pool = PagePool(
         num_layers=config.num_layers,
         num_pages=max(num_pages, math.ceil(args.prompt / PAGE_SIZE)),
@@ -212,14 +249,15 @@ def main() -> None:
         device=DEVICE,
     )
     fill_pool(model, pool)
-    steps = {"decode": random_step(model, args.batch, 1, args.context)}
+    steps = [("decode", n, random_step(model, n, 1, args.context)) for n in args.batch]
     if args.prompt:
-        steps["prompt"] = random_step(model, 1, args.prompt, args.prompt)
+        steps.append(("prompt", 1, random_step(model, 1, args.prompt, args.prompt)))
     records = []
-    for name, step in steps.items():
-        for case in cases(model, args, is_decode=name == "decode"):
+    for name, num_sequences, step in steps:
+        for case in cases(model, args, num_sequences, is_decode=name == "decode"):
             us = time_us(model, step, pool.pages_LPGB, case["ops"], args.replays)
-            records.append({"step": name, "case": case["case"], "us": round(us, 1)})
+            record = {"step": name, "batch": num_sequences, "case": case["case"]}
+            records.append(record | {"us": round(us, 1)})
             print(json.dumps(records[-1]), flush=True)
     if args.json is not None:
         command = " ".join(["benchmarks/step_bench.py", *sys.argv[1:]])

@@ -111,10 +111,10 @@ def test_more_tokens_than_threads(randn, weight_format):
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize("num_tokens", [1, 9, 16, 17, 32, 33, 67])
+@pytest.mark.parametrize("num_tokens", [1, 5, 8, 9, 16, 17, 32, 33, 67])
 @pytest.mark.usefixtures("kernels", "poisoned")
 def test_linear_of_odd_numbers_of_tokens(randn, weight_format, num_tokens):
-    """Tiles of 16, 32 and 48 tokens, full and not; 67 are two tiles."""
+    """Tiles of 8, 16, 32 and 48 tokens, full and not; 67 are two tiles."""
     sizes = {"T": num_tokens, "N": 96, "K": 640}
     parts = "norm residual" if num_tokens % 3 else "bias"
     check(randn, **sizes, weight_format=weight_format, parts=parts, plan=SMALL)

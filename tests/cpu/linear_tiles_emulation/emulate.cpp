@@ -18,9 +18,9 @@ using emulation::unpack;
      unpack(linear_tiles_kernel<CODES, NT, WARPS, DEPTH, IS_NORMED>)}
 #define BOTH(CODES, NT, WARPS, DEPTH) \
     ONE(CODES, NT, WARPS, DEPTH, false), ONE(CODES, NT, WARPS, DEPTH, true)
-#define ALL(CODES) \
-    BOTH(CODES, 2, 1, 3), BOTH(CODES, 2, 4, 2), BOTH(CODES, 4, 3, 1), BOTH(CODES, 4, 4, 2), \
-        BOTH(CODES, 6, 1, 2), BOTH(CODES, 6, 4, 2)
+#define ALL(CODES)                                                                        \
+    BOTH(CODES, 1, 1, 3), BOTH(CODES, 1, 4, 2), BOTH(CODES, 2, 1, 3), BOTH(CODES, 2, 4, 2), \
+        BOTH(CODES, 4, 3, 1), BOTH(CODES, 4, 4, 2), BOTH(CODES, 6, 1, 2), BOTH(CODES, 6, 4, 2)
 
 const std::map<std::string, Launch> kernels = {ALL(Bf16Codes), ALL(Fp8Codes), ALL(Int4Codes)};
 

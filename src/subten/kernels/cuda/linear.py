@@ -10,6 +10,9 @@ import torch
 from subten.kernels.cuda import gemv, linear_tiles
 from subten.kernels.weight_formats import Weight
 
+MAX_GEMV_TOKENS = 8
+"""Tokens up to which `gemv` serves; it takes no more than `gemv.MAX_TOKENS`."""
+
 
 def linear(
     x_TK: torch.Tensor,
@@ -25,7 +28,7 @@ def linear(
 
     More tokens, and what those do not take, go to Triton.
     """
-    is_batch = gemv.MAX_TOKENS < x_TK.shape[0] <= linear_tiles.MAX_TOKENS
+    is_batch = MAX_GEMV_TOKENS < x_TK.shape[0] <= linear_tiles.MAX_TOKENS
     is_tiled = is_batch and linear_tiles.suits(
         x_TK, weight, bias_N, norm_weight_K, residual_TN, out_dtype
     )

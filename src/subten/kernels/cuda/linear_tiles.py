@@ -31,7 +31,7 @@ MAX_TOKENS = 48
 qkv and output of qwen3-30b-a3b in FP8 take 11.8 and 10.1 us against 15.7 and 15.2; at 64 cuBLAS
 takes 16.1 and 16.1 (benchmarks/plans/h200-linear-plans.json)."""
 
-TILES = (2, 4, 6)
+TILES = (1, 2, 4, 6)
 """Tiles of 8 tokens that a block may hold."""
 
 MAX_SLICE = 2048
