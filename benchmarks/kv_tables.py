@@ -283,10 +283,10 @@ def menu_table(results: Results) -> str:
 
 
 def _times_fp8(results: Results) -> tuple[int, dict[str, str]]:
-    """Attention of one step by format, at the context at which most were measured; that context."""
+    """The shortest context at which most were measured, and attention of one step there by format."""
     rows = [row for result in of_kind(results, "adaptive_attend") for row in result["records"]]
     contexts = [row["context"] for row in rows]
-    most = max(contexts, key=lambda context: (contexts.count(context), context), default=0)
+    most = max(contexts, key=lambda context: (contexts.count(context), -context), default=0)
     rows = [row for row in rows if row["context"] == most]
     found: dict[str, list[float]] = {}
     for row in rows:

@@ -40,11 +40,10 @@ from subten.cache.pool import PagePool
 from subten.codecs import kv_format
 from subten.core import PAGE_SIZE
 from subten.device import detect
-from subten.kernels.cuda import grouped, is_available, linear_tiles
+from subten.kernels.cuda import gemv, grouped, is_available, linear_tiles
 from subten.kernels.cuda.attend import DecodePlan
 from subten.kernels.linear_route import Router
 from subten.kernels.step import StepTensors, make_step
-from subten.layers import moe
 from subten.models.decoder import Decoder
 
 MANY_ROWS = 2**16
@@ -110,7 +109,7 @@ def without_ops(model: Decoder, *, is_routed_ahead: bool) -> dict[str, dict[str,
 
 
 @contextmanager
-def with_ops(model: Decoder, **changes: Run) -> Iterator[None]:
+def with_ops(model: Decoder, **changes: Any) -> Iterator[None]:
     """Within the block the model calls these in place of its own."""
     ops = model.ops
     changed = replace(ops, **changes)
@@ -146,23 +145,20 @@ def tiled(run: Run, is_tiled: Callable[[int, bool], bool]) -> Run:
     return some
 
 
-def crossover_cases(model: Decoder) -> Iterator[Record]:
+def crossover_cases() -> Iterator[Record]:
     """A step of few tokens with experts grouped or gathered, and matrices in tiles or not."""
-    linear = model.ops.linear
     matrices = {
         "qkv": lambda rows, has_residual: not has_residual and rows < MANY_ROWS,
         "output": lambda _, has_residual: has_residual,
         "head": lambda rows, _: rows >= MANY_ROWS,
         "all": lambda *_: True,
     }
-    usual = moe.needs_order
-    moe.needs_order = lambda _: False
-    yield {"case": "gathered", "ops": {}}
-    moe.needs_order = lambda _: True
-    yield {"case": "grouped", "ops": {}}
+    all_grouped: dict[str, Any] = {"max_gather_tokens": 0}
+    yield {"case": "gathered", "ops": {"linear": gemv.linear, "max_gather_tokens": gemv.MAX_TOKENS}}
+    yield {"case": "grouped", "ops": {"linear": gemv.linear, **all_grouped}}
     for name, is_tiled in matrices.items():
-        yield {"case": f"grouped, tiles: {name}", "ops": {"linear": tiled(linear, is_tiled)}}
-    moe.needs_order = usual
+        ops = {"linear": tiled(gemv.linear, is_tiled), **all_grouped}
+        yield {"case": f"grouped, tiles: {name}", "ops": ops}
 
 
 def cases(
@@ -181,7 +177,7 @@ def cases(
     if not is_decode:
         return
     if args.crossover:
-        yield from crossover_cases(model)
+        yield from crossover_cases()
     for numbers in args.attend_plan:
         names = ("num_splits", "min_slices", "num_warps", "num_stages")
         plan = DecodePlan(**dict(zip(names, numbers, strict=True)))

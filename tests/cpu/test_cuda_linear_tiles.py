@@ -15,6 +15,7 @@ from test_cuda_gemv import EPS, SHAPES, allowed, exact_h
 
 from conftest import assert_close
 from subten.kernels.cuda import gemv, linear_tiles, runtime
+from subten.kernels.cuda import linear as cuda_linear
 from subten.kernels.cuda.grouped import FORMATS
 from subten.kernels.cuda.linear import linear as op
 from subten.kernels.cuda.linear_tiles import TilePlan, linear, plan_tiles, suits
@@ -201,15 +202,21 @@ def test_a_bad_plan_is_refused(randn):
 
 
 def test_who_serves_how_many_tokens(monkeypatch, randn):
-    """Up to 8 gemv, up to MAX_TOKENS this kernel, above and for what it does not take Triton."""
+    """A few gemv, up to MAX_TOKENS this kernel, above and for what it does not take Triton."""
     taken = []
     monkeypatch.setattr(linear_tiles, "linear", lambda *_, **__: taken.append("tiles"))
     monkeypatch.setattr(gemv.triton_linear, "linear", lambda *_, **__: taken.append("triton"))
     monkeypatch.setattr(runtime, "launch", lambda *_, **__: taken.append("gemv"))
     weight = Weight.of(randn(64, 128).bfloat16())
-    for num_tokens in (8, 9, linear_tiles.MAX_TOKENS, linear_tiles.MAX_TOKENS + 1):
+    few = cuda_linear.MAX_GEMV_TOKENS
+    for num_tokens in (few, few + 1, linear_tiles.MAX_TOKENS, linear_tiles.MAX_TOKENS + 1):
         op(randn(num_tokens, 128).bfloat16(), weight)
     assert taken == ["gemv", "tiles", "tiles", "triton"]
+    # Where tiles cannot run, gemv takes all that it can.
+    monkeypatch.setattr(linear_tiles, "suits", lambda *_: False)
+    for num_tokens in (few + 1, gemv.MAX_TOKENS, gemv.MAX_TOKENS + 1):
+        op(randn(num_tokens, 128).bfloat16(), weight)
+    assert taken[4:] == ["gemv", "gemv", "triton"]
 
 
 def test_what_the_kernel_does_not_take(monkeypatch, randn):

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from scripted import fake_config
 
 from conftest import assert_close
 from subten.kernels import experts as experts_module
-from subten.kernels.experts import MAX_GATHER_TOKENS, experts, experts_torch, needs_order
+from subten.kernels import select_ops
+from subten.kernels.experts import MAX_GATHER_TOKENS, experts, experts_torch
 from subten.kernels.route import Routing
 from subten.kernels.triton_shim import tl, triton_jit
 from subten.kernels.weight_formats import Weight, row_offset
+from subten.layers.linear import WeightSpec
+from subten.layers.moe import MoE
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -312,9 +318,27 @@ def test_strided_inputs(
     assert_close(case.run(experts, routing), expected, 2e-5, 5e-6, "strided")
 
 
-def test_needs_order_above_the_crossover() -> None:
-    assert not needs_order(MAX_GATHER_TOKENS)
-    assert needs_order(MAX_GATHER_TOKENS + 1)
+@pytest.mark.parametrize(("backend", "limit"), [("torch", 8), ("triton", 8), ("cuda", 5)])
+def test_a_layer_orders_what_its_backend_does_not_gather(
+    backend: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend != "torch":
+        pytest.importorskip("triton")
+    monkeypatch.setattr("subten.kernels.runtime.is_available", lambda _: True)
+    ops = select_ops(backend, torch.device("cuda" if backend == "cuda" else "cpu"))
+    assert ops.max_gather_tokens == limit
+    ordered: list[bool] = []
+
+    def route(*_args: object, with_order: bool, **_kwargs: object) -> Any:
+        ordered.append(with_order)
+        return SimpleNamespace(topk_id_TK=None)
+
+    config = fake_config(architecture="MixtralForCausalLM", num_experts=4, top_k=2)
+    spec = WeightSpec(device="cpu", dtype=torch.float32)
+    layer = MoE(config, ops=replace(ops, route=route, experts=lambda *_, **__: None), spec=spec)
+    for num_tokens in (1, limit, limit + 1):
+        layer(torch.zeros(num_tokens, config.d_model), torch.ones(config.d_model))
+    assert ordered == [False, False, True]
 
 
 @triton_jit

@@ -50,7 +50,10 @@ OPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ops:
-    """One implementation of every op, chosen once; `backend` says which serves which op."""
+    """One implementation of every op, chosen once; `backend` says which serves which op.
+
+    For more than `max_gather_tokens` tokens `experts` wants a routing with an order.
+    """
 
     embed: Callable[..., Any]
     rms_norm: Callable[..., Any]
@@ -67,6 +70,7 @@ class Ops:
     demote_values: Callable[..., Any]
     sample: Callable[..., Any]
     advance: Callable[..., Any]
+    max_gather_tokens: int
     backend: Mapping[str, str]
 
 
@@ -93,5 +97,8 @@ def select_ops(backend: str, device: torch.device) -> Ops:
         served[name] = next(b for b in BACKENDS[BACKENDS.index(backend) :] if b in table)
         module, attribute = table[served[name]]
         chosen[name] = getattr(importlib.import_module(module), attribute)
-    assert set(chosen) == {f.name for f in fields(Ops)} - {"backend"}, chosen.keys()
-    return Ops(**chosen, backend=served)
+    others = {"max_gather_tokens", "backend"}
+    assert set(chosen) == {f.name for f in fields(Ops)} - others, chosen.keys()
+    module, _ = OPS["experts"][served["experts"]]
+    limit = importlib.import_module(module).MAX_GATHER_TOKENS
+    return Ops(**chosen, max_gather_tokens=limit, backend=served)

@@ -19,17 +19,12 @@ from subten.kernels.triton_shim import tl, triton, triton_jit
 from subten.kernels.weight_formats import WEIGHT_FORMATS, Weight, load_scale, row_offset
 
 MAX_GATHER_TOKENS = 8
-"""Tokens up to which `experts` gathers the weights of each token's experts.
+"""Tokens up to which `experts` gathers the weights of each token's experts; for more, `route` is to
+be called `with_order`.
 
-Above, experts are shared by enough tokens that reading each once, on the tensor cores, wins: at 12
-tokens by 8 to 340 %, over two shapes and three formats; at 8 between 9 % slower and 28 % faster
-(benchmarks/plans/h200-grouped-crossover.json).
+Experts are then shared by enough tokens that reading each once, on the tensor cores, wins. On a
+CPU it is the number of tokens up to which a row's bits are its own (`cpu_linear.FEW_ROWS`).
 """
-
-
-def needs_order(num_tokens: int) -> bool:
-    """Whether `experts` should take the grouped path, and so `route` be called `with_order`."""
-    return num_tokens > MAX_GATHER_TOKENS
 
 
 def experts(

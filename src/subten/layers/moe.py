@@ -10,7 +10,6 @@ from torch import nn
 
 from subten.config import ModelConfig
 from subten.kernels import Ops
-from subten.kernels.experts import needs_order
 from subten.kernels.linear_route import Router
 from subten.kernels.route import Routing
 from subten.layers.linear import WeightSpec, empty_parameter
@@ -48,7 +47,7 @@ class MoE(nn.Module):
             top_k=self.top_k,
             renormalize=self.norm_topk_prob,
             scaling_factor=self.routed_scaling_factor,
-            with_order=needs_order(x_TD.shape[0]),
+            with_order=x_TD.shape[0] > self.ops.max_gather_tokens,
         )
         return self.routed(x_TD, routing)
 

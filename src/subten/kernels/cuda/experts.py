@@ -36,6 +36,12 @@ from subten.kernels.weight_formats import Weight
 UP_TILE = 8
 """Hidden features of a tile of `up`: 8 gate rows and the 8 up rows that go with them."""
 
+MAX_GATHER_TOKENS = 5
+"""Tokens up to which weights are gathered for each, two launches; for more, `grouped` reads each
+expert once, in one. A step of qwen3-30b-a3b, 8 tokens: FP8 6.14 ms gathered and 5.00 grouped, INT4
+4.70 and 3.96, BF16 8.37 and 8.06; 6 tokens, FP8: 5.00 and 4.35; 4 tokens: 3.75 and 3.73, 2.87 and
+3.05, 5.15 and 5.61. mixtral-8x7b likewise (benchmarks/plans/h200-few-tokens.json)."""
+
 MAX_WARPS = 16
 """Warps of a block, so experts a token of `down` at most."""
 

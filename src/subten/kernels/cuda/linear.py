@@ -10,8 +10,10 @@ import torch
 from subten.kernels.cuda import gemv, linear_tiles
 from subten.kernels.weight_formats import Weight
 
-MAX_GEMV_TOKENS = 8
-"""Tokens up to which `gemv` serves; it takes no more than `gemv.MAX_TOKENS`."""
+MAX_GEMV_TOKENS = 5
+"""Tokens up to which `gemv` serves, which takes up to `gemv.MAX_TOKENS`. With tiles for all
+matrices a step of qwen3-30b-a3b is faster from 6 tokens on (FP8: 4.35 ms to 4.32), of 8 by 2 to
+6 %, and of 4 slower by 2 to 3 %, but in BF16 (benchmarks/plans/h200-few-tokens.json)."""
 
 
 def linear(
@@ -24,7 +26,7 @@ def linear(
     residual_TN: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`subten.kernels.linear.linear`: `gemv` for 1 to 8 tokens, `linear_tiles` for a batch's.
+    """`subten.kernels.linear.linear`: `gemv` for a few tokens, `linear_tiles` for a batch's.
 
     More tokens, and what those do not take, go to Triton.
     """
