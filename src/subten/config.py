@@ -183,14 +183,22 @@ ADAPTIVE_FIELDS = (
 """Settings of an adaptive cache."""
 
 
+CACHE_DIR_VARIABLE = "SUBTEN_CACHE_DIR"
+
+
 def cache_dir() -> Path:
     """Where built models are kept: SUBTEN_CACHE_DIR, or subten/ under the user's cache folder."""
-    explicit = os.environ.get("SUBTEN_CACHE_DIR")
+    explicit = os.environ.get(CACHE_DIR_VARIABLE)
     if explicit is not None:
         if not explicit:
-            raise refuse(ConfigError, "SUBTEN_CACHE_DIR", explicit, "a folder")
+            raise refuse(ConfigError, CACHE_DIR_VARIABLE, explicit, "a folder")
         return Path(explicit)
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{CACHE_DIR_VARIABLE}: not set, and this user has no home folder; allowed: a folder"
+        ) from error
     return Path(base) / "subten"
 
 

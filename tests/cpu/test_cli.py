@@ -500,6 +500,29 @@ def test_the_demo_names_resolve_to_the_demo_models(monkeypatch, tmp_path, model)
     assert dense["model"] == "demo-dense"
 
 
+def test_a_home_that_cannot_hold_the_demo_is_one_line(monkeypatch, tmp_path):
+    def build(*_args: Any) -> Path:
+        raise PermissionError(13, "Permission denied", str(tmp_path / "subten"))
+
+    monkeypatch.setattr("subten.weights.upcycled.find_demo_gguf", Path)
+    monkeypatch.setattr("subten.weights.upcycled.build_moe", build)
+    monkeypatch.delenv("SUBTEN_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    message = refusal("generate", "hat")
+    assert f"kept in {tmp_path / 'subten'}: Permission denied; allowed: a folder" in message
+    assert "SUBTEN_CACHE_DIR" in message
+
+
+def test_a_user_without_a_home_is_told_of_the_variable(monkeypatch):
+    def nobody(_uid: int) -> Any:
+        raise KeyError
+
+    for name in ("SUBTEN_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert "SUBTEN_CACHE_DIR: not set" in refusal("generate", "hat")
+
+
 def test_a_request_that_fails_ends_with_code_1_and_its_reason(model, monkeypatch):
     from subten.engine.completion import Chunk
 

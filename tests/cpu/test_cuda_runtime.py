@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from full_disk import full_disk
 
 from subten.kernels.cuda import attend, runtime
 from subten.kernels.cuda.gemv import FORMATS
@@ -49,6 +51,7 @@ def compiled(monkeypatch, tmp_path):
     monkeypatch.setenv("SUBTEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(runtime, "compile_cubin", compile_cubin)
     monkeypatch.setattr(runtime, "nvrtc_version", lambda: "13.0")
+    runtime._warn_not_kept.cache_clear()
     return calls
 
 
@@ -62,10 +65,29 @@ def test_availability_never_raises(monkeypatch, device):
         raise ImportError("no module")
 
     monkeypatch.setattr(runtime.importlib, "import_module", missing)
-    assert runtime.has_compiler.__wrapped__() is False
+    assert runtime.has_compiler() is False
+
+
+def test_a_compiler_that_fails_is_named_and_asked_again(monkeypatch, caplog):
+    """One that is not installed is no news."""
+    for error, expected, is_said in (
+        (ModuleNotFoundError("No module named 'cuda'"), False, False),
+        (RuntimeError("no libnvrtc here"), False, True),
+        (None, True, False),
+    ):
+
+        def version(error=error):
+            if error is not None:
+                raise error
+
+        monkeypatch.setattr(runtime, "nvrtc_version", version)
+        caplog.clear()
+        assert runtime.has_compiler() is expected
+        assert ("no libnvrtc here" in caplog.text) is is_said
 
 
 def test_code_that_the_driver_refuses_leaves_the_work_to_triton(monkeypatch, caplog):
+    """Until it loads: that memory was too short for one model says nothing of the next."""
     monkeypatch.setattr(runtime, "has_gpu", lambda: True)
     monkeypatch.setattr(runtime, "has_compiler", lambda: True)
     monkeypatch.setattr(runtime, "detect", lambda _name: SimpleNamespace(capability=(9, 0)))
@@ -76,9 +98,7 @@ def test_code_that_the_driver_refuses_leaves_the_work_to_triton(monkeypatch, cap
                 raise error
 
         monkeypatch.setattr(runtime, "kernel", load)
-        runtime._can_load.cache_clear()
         assert runtime.is_available(torch.device("cuda", 0)) is expected
-    runtime._can_load.cache_clear()
     assert "invalid image" in caplog.text and "Triton serves" in caplog.text
 
 
@@ -100,6 +120,49 @@ def test_a_damaged_file_is_made_again(compiled, tmp_path):
         cubin, symbol = runtime.cached_compile("linear.cu", "a<1>", "sm_90a")
         assert len(compiled) == num_calls + 1 and symbol == "symbol"
         assert cubin == b"code\n" + bytes([len(compiled)])
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_disk_that_takes_nothing_loses_no_compilation(tmp_path, caplog):
+    """Full, it leaves no half of a file either, and is named once, not for every kernel."""
+    with full_disk():
+        first = runtime.cached_compile("linear.cu", "a<1>", "sm_90a")
+        second = runtime.cached_compile("linear.cu", "a<2>", "sm_90a")
+    assert (first, second) == ((b"code\n\1", "symbol"), (b"code\n\2", "symbol"))
+    assert list((tmp_path / "cuda").iterdir()) == []
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{tmp_path / 'cuda'}: compiled kernels are not kept: File too large")
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_folder_that_cannot_be_made_loses_no_compilation(tmp_path, caplog):
+    (tmp_path / "cuda").write_text("a file")
+    for number in (1, 2):
+        found = runtime.cached_compile("linear.cu", "a<1>", "sm_90a")
+        assert found == (b"code\n" + bytes([number]), "symbol")
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.usefixtures("compiled")
+def test_what_cannot_be_read_is_made_again(tmp_path, monkeypatch):
+    """As another user's file may be; root may read all, so that a folder stands for it."""
+    monkeypatch.setattr(runtime, "cache_key", lambda *_what: "key")
+    (tmp_path / "cuda" / "key.cubin" / "in it").mkdir(parents=True)
+    found = runtime.cached_compile("linear.cu", "a<1>", "sm_90a")
+    assert found == (b"code\n\1", "symbol")
+    assert [f.name for f in (tmp_path / "cuda").iterdir()] == ["key.cubin"]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+@pytest.mark.usefixtures("compiled")
+def test_who_may_read_the_code_is_for_the_umask_to_say(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        runtime.cached_compile("linear.cu", "a<1>", "sm_90a")
+    finally:
+        os.umask(before)
+    (file,) = (tmp_path / "cuda").iterdir()
+    assert file.stat().st_mode & 0o777 == mode
 
 
 def test_all_that_decides_the_code_is_in_the_key(monkeypatch):

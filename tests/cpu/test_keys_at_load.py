@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from full_disk import full_disk
 from test_adaptive import VALUES, VOCAB, make_model
 
 from subten.bench.kv_ours import KeyBasis, shaped
@@ -39,6 +40,27 @@ def test_a_text_is_read_once_for_weights_and_tokens(generator, tmp_path, monkeyp
     model.layers[1].attention.qkv.weight.codes.data[3, 3] -= 0.5
     calibrate_keys(model, ids, folder=tmp_path / "cache")
     assert len(reads) == 3
+
+
+def test_a_disk_that_takes_nothing_stops_no_model(generator, tmp_path, caplog):
+    """Full, or with a file where the folder should be."""
+    model, ids = make_model(generator).model, tokens(generator)
+    (tmp_path / "file").touch()
+    for folder, reason in ((tmp_path / "full", "File too large"), (tmp_path / "file", "exists")):
+        caplog.clear()
+        with full_disk():
+            found = calibrate_keys(model, ids, folder=folder)
+        assert (found.noise_L > 0).all()
+        (warning,) = caplog.messages
+        assert "not kept" in warning and reason in warning
+    assert list((tmp_path / "full").iterdir()) == []
+
+
+def test_others_who_share_the_folder_may_read_what_was_found(generator, tmp_path):
+    calibrate_keys(make_model(generator).model, tokens(generator), folder=tmp_path)
+    (file,) = tmp_path.iterdir()
+    (tmp_path / "plain").touch()
+    assert file.stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_stored_rows_have_an_rms_near_one(generator):

@@ -17,8 +17,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "soak"))
 from scripted import byte_tokenizer
 from template_storm import STEP_S, Storm, gaps_ms, make_server
 
+from subten.config import EngineConfig
+from subten.core import ConfigError
+from subten.serve import helper, server
 from subten.serve.context import Context
 from subten.serve.errors import ApiError
+from subten.serve.helper import Helper
+from subten.serve.settings import ServeConfig
 from subten.serve.templates import RENDER_S, ChatTemplates
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -67,6 +72,79 @@ def test_a_template_that_takes_too_long_stops_nobody_else():
         assert await asyncio.gather(*(templates.render(MESSAGES) for _ in range(4))) == ["ok"] * 4
 
     with_templates(SLOW, use)
+
+
+WITHOUT_PROC = """
+import builtins
+
+real = builtins.open
+
+def open_elsewhere(file, *args, **kwargs):
+    if str(file).startswith("/proc/"):
+        raise FileNotFoundError(2, "No such file or directory", file)
+    return real(file, *args, **kwargs)
+
+builtins.open = open_elsewhere
+"""
+
+
+def test_templates_are_rendered_where_there_is_no_proc(monkeypatch, tmp_path):
+    """As on macOS, whose memory cannot be limited so."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_PROC)
+    monkeypatch.syspath_prepend(tmp_path)  # of the processes that are started, too
+
+    async def use(templates: ChatTemplates) -> None:
+        assert await templates.render(MESSAGES) == "hi"
+
+    with_templates("{{ messages[0].content }}", use)
+
+
+@pytest.mark.parametrize("mapped", [None, 2**20])
+def test_a_server_says_once_that_memory_has_no_limit(monkeypatch, caplog, mapped):
+    async def serve(*_args: Any) -> None:
+        pass
+
+    monkeypatch.setattr(server, "set_up_logs", lambda: None)
+    monkeypatch.setattr(server.signal, "signal", lambda *_args: None)
+    monkeypatch.setattr(server, "_serve", serve)
+    monkeypatch.setattr(server, "mapped_bytes", lambda: mapped)
+    server.run(ServeConfig(model="demo", engine=EngineConfig()))
+    assert len(caplog.messages) == (mapped is None)
+    assert "without /proc" in caplog.text or mapped
+
+
+@pytest.mark.parametrize(
+    ("module", "start_s"),
+    [("subten.no_such_module", 60.0), ("subten.serve.template_process", 0.01)],
+)
+def test_a_process_that_does_not_start_is_named(monkeypatch, module, start_s):
+    monkeypatch.setattr(helper, "START_S", start_s)
+
+    async def run() -> None:
+        broken = Helper(module, limit_s=1.0)
+        for start in (broken.start(), broken.ask({})):
+            with pytest.raises(ConfigError, match=f"{module}: the process ended, .* {start_s:g} s"):
+                await start
+            assert broken._process is None
+
+    asyncio.run(run())
+
+
+def test_a_start_that_is_cancelled_leaves_no_answer_to_the_next_request():
+    async def run() -> None:
+        one = Helper("subten.serve.template_process", limit_s=10.0)
+        start = asyncio.create_task(one.start())
+        while one._process is None:
+            await asyncio.sleep(0.001)
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        request = {"template": "ok", "variables": {}, "max_chars": 10}
+        answer = await one.ask(request)
+        await one.close()
+        assert answer == {"names": [], "text": "ok"}
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from full_disk import full_disk
 from safetensors.torch import load_file
 from tiny_llama import TinyShape, dense_model, hf_tensors, vocabulary, write_gguf
 
-from subten.core import CheckpointError
+from subten.core import CheckpointError, ConfigError
 from subten.train.config import TrainConfig
 from subten.train.dense import DenseModel
 from subten.train.evaluate import logits, student_state
@@ -184,6 +186,59 @@ def test_a_failed_build_leaves_nothing(base: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
+@pytest.mark.parametrize("moment", ["while it is built", "before it is put in place"])
+def test_of_two_builds_at_once_the_first_to_end_stays(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    deltas_file = write_random_deltas(tmp_path / "d.safetensors", base)
+    out_dir = tmp_path / "out" / "moe"
+    first: list[int] = []
+    rename = Path.rename
+
+    def build_first() -> None:
+        if not first:
+            first.append(0)
+            first[0] = build_moe(base, deltas_file, out_dir).stat().st_ino
+
+    def interfering(path: Path, target: Path) -> Path:
+        if target == out_dir:
+            build_first()
+        return rename(path, target)
+
+    if moment == "before it is put in place":
+        monkeypatch.setattr(Path, "rename", interfering)
+        assert build_moe(base, deltas_file, out_dir) == out_dir
+    else:
+        build_moe(base, deltas_file, out_dir, progress=lambda *_: build_first())
+    assert out_dir.stat().st_ino == first[0]
+    assert (out_dir / "config.json").is_file()
+    assert list((tmp_path / "out").iterdir()) == [out_dir]
+
+
+def test_what_lies_in_place_of_the_folder_is_replaced(base: Path, tmp_path: Path) -> None:
+    deltas_file = write_random_deltas(tmp_path / "d.safetensors", base)
+    out_dir = tmp_path / "out" / "moe"
+    out_dir.mkdir(parents=True)
+    (out_dir / "tokenizer.json").write_text("half")
+    build_moe(base, deltas_file, out_dir)
+    json.loads((out_dir / "tokenizer.json").read_text())
+    assert list((tmp_path / "out").iterdir()) == [out_dir]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_who_may_read_the_folder_is_for_the_umask_to_say(
+    base: Path, tmp_path: Path, umask: int
+) -> None:
+    deltas_file = write_random_deltas(tmp_path / "d.safetensors", base)
+    before = os.umask(umask)
+    try:
+        folder = build_moe(base, deltas_file, tmp_path / "moe")
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o777 & ~umask
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o666 & ~umask}
+
+
 def test_damaged_deltas_are_refused_by_name(base: Path, tmp_path: Path) -> None:
     whole = write_random_deltas(tmp_path / "d.safetensors", base)
     cut = tmp_path / "cut.safetensors"
@@ -243,3 +298,19 @@ def test_the_demo_is_built_once_for_each_deltas_file(
     assert not steps
     write_random_deltas(deltas_file, base, "bfloat16")
     assert upcycled.demo_model(tmp_path / "cache") != first
+
+
+def test_a_folder_that_cannot_hold_the_demo_is_named_in_one_line(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deltas_file = write_random_deltas(tmp_path / "demo.safetensors", base)
+    monkeypatch.setattr(upcycled, "demo_deltas", lambda: deltas_file)
+    monkeypatch.setattr(upcycled, "find_demo_gguf", lambda: base)
+    full, a_file = tmp_path / "full", tmp_path / "file"
+    a_file.touch()
+    for folder in (full, a_file):
+        with pytest.raises(ConfigError, match="SUBTEN_CACHE_DIR") as caught, full_disk():
+            upcycled.demo_model(folder)
+        assert f"cannot be kept in {folder}: " in str(caught.value)
+        assert "\n" not in str(caught.value)
+    assert list(full.iterdir()) == []

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from importlib import resources
@@ -21,10 +20,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from subten.calibration.keys import key_statistics, score_noise, shaped_transform
 from subten.core import ConfigError, RequestError, refuse
+from subten.files import write_whole
 from subten.layers.adaptive_attention import AdaptiveAttention
 from subten.layers.decoder_layer import DecoderLayer
 from subten.models.decoder import Decoder
@@ -155,10 +155,7 @@ def _save(calibration: KeyCalibration, path: Path) -> None:
         f.name: getattr(calibration, f.name).cpu().contiguous() for f in fields(KeyCalibration)
     }
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            written = Path(folder) / path.name
-            save_file(tensors, written)
-            written.replace(path)
+        # Not by `save_file`: what it writes is for its owner alone, and its errors are no OSError.
+        write_whole(path, save(tensors))
     except OSError as error:
         logger.warning("%s: not kept: %s", path, error)

@@ -1,6 +1,7 @@
 """Helper processes that may be killed: each answers one JSON line with another, or not in time.
 
-What they do on a request's behalf cannot take more memory or time than they have.
+What they do on a request's behalf cannot take more time than they have, nor, where the system says
+what a process has mapped, more memory.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from subten.core import ConfigError
 from subten.serve.lifetime import die_with_parent
 
 logger = logging.getLogger(__name__)
@@ -51,7 +53,7 @@ class Helper:
         return json.loads(answer) if answer.endswith(b"\n") else None
 
     async def start(self) -> asyncio.subprocess.Process:
-        """Start the process, unless it runs, and wait until it answers."""
+        """Start the process, unless it runs, and wait until it answers; else ConfigError."""
         if self._process is None or self._process.returncode is not None:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", self._module),
@@ -61,9 +63,24 @@ class Helper:
                 env={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )
             _make_nice(self._process.pid)
-            async with asyncio.timeout(START_S):
-                await _exchange(self._process, HELLO)
+            await self._greet(self._process)
         return self._process
+
+    async def _greet(self, process: asyncio.subprocess.Process) -> None:
+        """Wait for the first answer; a process that gives none, or that nobody waits for, ends."""
+        answer = b""
+        try:
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                async with asyncio.timeout(START_S):
+                    answer = await _exchange(process, HELLO)
+        finally:
+            if not answer:
+                await self.close()
+        if not answer:
+            raise ConfigError(
+                f"{self._module}: the process ended, or said nothing in {START_S:g} s; "
+                "its stderr says why"
+            )
 
     async def close(self) -> None:
         """End the process."""
@@ -98,10 +115,19 @@ def answer_lines(answer: Callable[[dict[str, Any]], dict[str, Any]], *, memory_b
         sys.stdout.buffer.flush()
 
 
+def mapped_bytes() -> int | None:
+    """Memory that this process has mapped; None where the system has no /proc, as macOS."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            return int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None
+
+
 def _limit_memory(memory_bytes: int) -> None:
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        num_pages = int(statm.read().split()[0])
-    limit = num_pages * os.sysconf("SC_PAGE_SIZE") + memory_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    mapped = mapped_bytes()
+    if mapped is not None:
+        limit = mapped + memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -22,6 +22,7 @@ from subten.serve.auth import HostList, KeyRing
 from subten.serve.context import Context
 from subten.serve.generation import Generator
 from subten.serve.grammar import GrammarChecker
+from subten.serve.helper import mapped_bytes
 from subten.serve.http_limits import LimitedProtocol
 from subten.serve.logs import set_up_logs
 from subten.serve.metrics import Metrics
@@ -45,6 +46,8 @@ def run(
 ) -> None:
     """Serve until SIGTERM or SIGINT; ConfigError where that cannot begin."""
     set_up_logs()
+    if mapped_bytes() is None:
+        logger.warning("without /proc the memory of templates and grammars has no limit")
     # While it loads too; the first process of a container would else not hear of it.
     signal.signal(signal.SIGTERM, _end)
     uvicorn_loop = uvicorn.Config(_no_app, loop="auto", log_config=None).get_loop_factory()

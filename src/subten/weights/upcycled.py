@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from subten.core import CheckpointError
+from subten.config import CACHE_DIR_VARIABLE
+from subten.core import CheckpointError, ConfigError
 from subten.weights.gguf import GGUFCheckpoint, read_gguf
 
 DELTA_NAMES = ("router", "gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
@@ -103,8 +104,8 @@ def build_moe(
     """Write the MoE as a Mixtral-format folder in BF16 and return the folder.
 
     Merging is done in float32, one layer in memory at a time. `out_dir` appears whole or not at
-    all. `progress` gets (what, share done). Raises CheckpointError where the deltas were trained on
-    another file than `gguf_path`.
+    all; one that another process has put there meanwhile stays. `progress` gets (what, share done).
+    Raises CheckpointError where the deltas were trained on another file than `gguf_path`.
     """
     out_dir = Path(out_dir)
     deltas = read_deltas(deltas_path)
@@ -117,8 +118,13 @@ def build_moe(
     base = read_gguf(gguf_path)
     config = _mixtral_config(base, deltas)
     out_dir.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}-", dir=out_dir.parent))
-    try:
+    prefix = f".{out_dir.name}-"
+    with tempfile.TemporaryDirectory(
+        prefix=prefix, dir=out_dir.parent, ignore_cleanup_errors=True
+    ) as work:
+        # Within the one that is its owner's alone: its mode follows the umask.
+        partial = Path(work) / "moe"
+        partial.mkdir()
         _write_shards(partial, _moe_tensors(base, deltas, progress))
         base.tokenizer().save(partial)
         _write_json(partial / "config.json", config)
@@ -126,14 +132,7 @@ def build_moe(
             k: config[k] for k in ("bos_token_id", "eos_token_id") if k in config
         }
         _write_json(partial / "generation_config.json", generation)
-        partial.chmod(0o755)
-        if out_dir.exists():
-            # Another process may read the old folder: it moves away whole before it is removed.
-            out_dir.rename(partial.with_suffix(".old"))
-        partial.rename(out_dir)
-    finally:
-        for leftover in (partial, partial.with_suffix(".old")):
-            shutil.rmtree(leftover, ignore_errors=True)
+        _put_in_place(partial, out_dir)
     return out_dir
 
 
@@ -167,16 +166,24 @@ def demo_deltas() -> Path:
 def demo_model(cache_dir: str | Path, progress: Progress | None = None) -> Path:
     """The demo MoE's folder under `cache_dir`: built on first use, the same one afterwards.
 
-    Its name carries the hash of the deltas, so another deltas file makes another folder.
+    Its name carries the hash of the deltas, so another deltas file makes another folder. Raises
+    ConfigError where `cache_dir` cannot hold it.
     """
     deltas_path = demo_deltas()
     if not deltas_path.is_file():
         raise CheckpointError(f"demo model: {deltas_path} is missing from this installation")
     key = sha256_of(deltas_path)[:12]
     folder = Path(cache_dir) / f"{deltas_path.stem}-{key}"
-    if (folder / "config.json").is_file():
-        return folder
-    return build_moe(find_demo_gguf(), deltas_path, folder, progress)
+    try:
+        if _is_built(folder):
+            return folder
+        return build_moe(find_demo_gguf(), deltas_path, folder, progress)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"{CACHE_DIR_VARIABLE}: the demo model cannot be kept in {cache_dir}: {reason}; "
+            "allowed: a folder that can be written and has 1.3 GB free"
+        ) from error
 
 
 def sha256_of(path: str | Path) -> str:
@@ -186,6 +193,23 @@ def sha256_of(path: str | Path) -> str:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot read: {error.strerror}") from error
+
+
+def _is_built(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def _put_in_place(built: Path, out_dir: Path) -> None:
+    """Rename a folder, unless another process was first with its own, which is read by now."""
+    try:
+        built.rename(out_dir)
+    except OSError:
+        if _is_built(out_dir):
+            return
+        # What somebody left there: it moves away whole before it is removed.
+        with contextlib.suppress(FileNotFoundError):
+            out_dir.rename(built.with_suffix(".old"))
+        built.rename(out_dir)
 
 
 def _mixtral_config(base: GGUFCheckpoint, deltas: DeltasFile) -> dict[str, Any]:
@@ -247,8 +271,10 @@ def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
 
     def flush() -> None:
         nonlocal size
-        save_file(pending, folder / f"part-{len(shards)}", metadata={"format": "pt"})
-        (folder / f"part-{len(shards)}").chmod(0o644)
+        shard = folder / f"part-{len(shards)}"
+        save_file(pending, shard, metadata={"format": "pt"})
+        # What safetensors writes is for its owner alone.
+        shard.chmod(folder.stat().st_mode & 0o666)
         shards.append({name: len(shards) for name in pending})
         pending.clear()
         size = 0

@@ -6,15 +6,14 @@ above to launch; without them everything imports and `is_available()` is False.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import importlib
 import importlib.resources
-import importlib.util
 import json
 import logging
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 
 from subten.config import cache_dir
 from subten.device import detect, has_gpu, on_device
+from subten.files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +43,12 @@ def is_available(device: torch.device | None = None) -> bool:
     return detect(f"cuda:{index}").capability >= (8, 0) and _can_load(index)
 
 
-@functools.cache
 def _can_load(index: int) -> bool:
-    """Whether one kernel compiles and loads: a driver may be older than the compiler's code."""
+    """Whether one kernel compiles and loads: a driver may be older than the compiler's code.
+
+    What loaded is kept by `kernel`; what failed is tried again for the next model, as memory may
+    be free then.
+    """
     try:
         kernel("route.cu", "route_kernel<4>", torch.device("cuda", index))
     except (RuntimeError, OSError) as error:
@@ -54,14 +57,14 @@ def _can_load(index: int) -> bool:
     return True
 
 
-@functools.cache
 def has_compiler() -> bool:
-    """Whether cuda-bindings and NVRTC are installed."""
+    """Whether cuda-bindings and NVRTC are installed, and work."""
     try:
-        if importlib.util.find_spec("cuda.bindings") is None:
-            return False
         nvrtc_version()
-    except (ImportError, RuntimeError, OSError, AttributeError):
+    except ModuleNotFoundError:
+        return False
+    except (ImportError, RuntimeError, OSError, AttributeError) as error:
+        logger.warning("no CUDA kernels, as NVRTC does not work: %s", error)
         return False
     return True
 
@@ -252,18 +255,28 @@ def cached_compile(source: str, name: str, arch: str) -> tuple[bytes, str]:
     """`compile_cubin` through files in `cache_dir()/cuda`, each written whole or not at all.
 
     A file is one line of JSON, with the symbol and the SHA-256 of the rest, and the machine code;
-    one that does not agree with itself is made again.
+    one that does not agree with itself, or cannot be read, is made again. Where none can be written
+    the code serves this process alone.
     """
     path = cache_dir() / "cuda" / f"{cache_key(source, name, arch, nvrtc_version())}.cubin"
-    if path.exists():
+    with contextlib.suppress(OSError):
         header, _, cubin = path.read_bytes().partition(b"\n")
         if (found := _read_header(header)) and found[1] == hashlib.sha256(cubin).hexdigest():
             return cubin, found[0]
     cubin, symbol = compile_cubin(source, name, arch)
     digest = hashlib.sha256(cubin).hexdigest()
     header = json.dumps({"symbol": symbol, "sha256": digest}).encode()
-    _write_whole(path, header + b"\n" + cubin)
+    try:
+        write_whole(path, header + b"\n" + cubin)
+    except OSError as error:
+        _warn_not_kept(path.parent, error.strerror or type(error).__name__)
     return cubin, symbol
+
+
+@functools.cache
+def _warn_not_kept(folder: Path, reason: str) -> None:
+    """Once for all kernels."""
+    logger.warning("%s: compiled kernels are not kept: %s", folder, reason)
 
 
 def cache_key(source: str, name: str, arch: str, version: str) -> str:
@@ -322,13 +335,6 @@ def _read_header(line: bytes) -> tuple[str, str] | None:
         return header["symbol"], header["sha256"]
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(data)
-    Path(file.name).replace(path)
 
 
 def _nvrtc_value(result: tuple[Any, ...], what: str) -> Any:
