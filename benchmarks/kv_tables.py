@@ -283,7 +283,7 @@ def menu_table(results: Results) -> str:
 
 
 def _times_fp8(results: Results) -> tuple[int, dict[str, str]]:
-    """The shortest context at which most were measured, and attention of one step there by format."""
+    """The shortest context at which most were measured, and attention there by format."""
     rows = [row for result in of_kind(results, "adaptive_attend") for row in result["records"]]
     contexts = [row["context"] for row in rows]
     most = max(contexts, key=lambda context: (contexts.count(context), -context), default=0)
