@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_cuda import FakeCuda, FakeStream
 from routed_ahead import Ahead, ahead_ops
 from tiny_checkpoint import config_values, tensors_of, write_folder
 
@@ -23,11 +24,15 @@ from subten.codecs import kv_format
 from subten.codecs.adaptive import cache_format
 from subten.config import ModelConfig
 from subten.core import SamplingParams
+from subten.engine.graph_inputs import CaptureError, capture_cuda_graph
 from subten.engine.llm import LLM
+from subten.kernels import beside as beside_module
 from subten.kernels import select_ops
+from subten.kernels.beside import Beside
 from subten.kernels.cuda.linear_route import can_route_ahead
 from subten.kernels.linear_route import fold_router
 from subten.kernels.step import make_step
+from subten.kernels.weight_formats import Weight
 from subten.layers import block as block_module
 from subten.layers import decoder_layer
 from subten.layers.block import FusedMoEQuantizedAttention
@@ -321,3 +326,49 @@ def test_a_block_follows_its_weights(
     step()
     block.reset_parameters()
     step()
+
+
+@pytest.mark.parametrize("where", ["experts", "unpack"])
+@torch.inference_mode()
+def test_a_layer_that_fails_leaves_no_other_stream_in_its_capture(
+    where: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA could not end the capture, nor say why it failed."""
+    cuda = FakeCuda(monkeypatch)
+    side = FakeStream(cuda)
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+
+    def fail(*_: Any, **__: Any) -> Any:
+        if cuda.capturing is not None:
+            raise error
+
+    monkeypatch.setattr(beside_module, "_side_stream", lambda _: side)
+    monkeypatch.setattr(beside_module, "num_sms", lambda _: 1)
+    monkeypatch.setattr(
+        beside_module, "unpack_rows", fail if where == "unpack" else lambda *_, **__: None
+    )
+    model = make_decoder(select_ops("torch", CPU), generator)
+    layer = layers(model)[0]
+    if where == "experts":
+        monkeypatch.setattr(layer.ffn, "forward", fail)
+    config = model.config
+    pool = PagePool(1, 1, config.num_kv_heads, model.fmt, CPU)
+    step = make_step(token_ids=[[1, 2, 3]], starts=[0], page_ids=[[0]], device=CPU)
+    x_TD = torch.randn(3, config.d_model, generator=generator)
+    weight = Weight.of(torch.randn(8, 64, generator=generator), "int4", search=False)
+
+    def run() -> Any:
+        return layer(
+            x_TD,
+            step,
+            pages_PGB=pool.pages_LPGB[0],
+            cos_sin_PD=model.cos_sin_PD,
+            rotation_DD=model.rotation_DD,
+            following=Beside([weight]) if cuda.capturing is not None else None,
+        )
+
+    with pytest.raises(CaptureError) as raised:
+        capture_cuda_graph(run)
+    assert raised.value.__cause__ is error
+    assert cuda.capturing is None
+    assert cuda.streams[0] in side.waited_for and side in cuda.streams[0].waited_for

@@ -165,8 +165,8 @@ def test_weights_unpacked_beside_the_router_change_no_bit(
     decoder = random_decoder(config, device=device, quantization=weight_format)
     monkeypatch.setattr(prefill_graphs, "CUT_LAYERS", cut_layers)
     started: list[Beside] = []
-    start = Beside.start
-    monkeypatch.setattr(Beside, "start", lambda self: (started.append(self), start(self)))
+    unpacking = Beside.unpacking
+    monkeypatch.setattr(Beside, "unpacking", lambda b: (started.append(b), unpacking(b))[1])
     for size, num_started in ((MAX_MODEL_LEN, 2), (MAX_MODEL_LEN // 2 + 3, 2), (30, 0)):
         found = []
         for is_beside in (True, False):

@@ -24,6 +24,7 @@ from subten.bench.random_model import fill_pool, free_memory
 from subten.bench.recording import HEAD, Call, experts_read, recorded, tensors_in
 from subten.cache.pool import PagePool
 from subten.core import PAGE_SIZE, ConfigError, refuse
+from subten.device import on_device
 from subten.engine.roof import Roof
 from subten.kernels.cpu_linear import head_logits
 from subten.kernels.linear_route import Router
@@ -69,7 +70,7 @@ def measure_kernels(
     )
     fill_pool(model, pool)
     step = _decode_step(model, pool, context_len=context_len, batch_size=batch_size)
-    with recorded(model) as calls:
+    with on_device(model.device), recorded(model) as calls:
         logits_SV = model(step, pool.pages_LPGB)
         calls += _plain_head(model, calls)
         model.ops.sample(logits_SV, _sampling(batch_size, model.device))
@@ -82,7 +83,8 @@ def measure_kernels(
     for done, (label, group) in enumerate(groups.items()):
         progress(done / len(groups))
         num_bytes = sum(_bytes_of(call, model, pool, step) for call in group) / len(group)
-        seconds = _seconds_a_call(group, num_bytes, model, num_replays)
+        with on_device(model.device):
+            seconds = _seconds_a_call(group, num_bytes, model, num_replays)
         rows.append(
             {
                 "kernel": label,

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 
 from subten.calibration.rows import LayerRows, embed, run_layer
 from subten.core import PAGE_SIZE, ConfigError, RequestError, refuse
+from subten.device import on_device
 from subten.kernels.cpu_linear import head_logits
 from subten.models.decoder import Decoder
 
@@ -215,9 +216,10 @@ def hidden_states(
         )
         return out_HTD.view_as(q_HTD)
 
-    x_WTD = embed(model, id_WT)
-    for index in range(len(model.layers)):
-        x_WTD = run_layer(model, index, x_WTD, attend)
+    with on_device(model.device):
+        x_WTD = embed(model, id_WT)
+        for index in range(len(model.layers)):
+            x_WTD = run_layer(model, index, x_WTD, attend)
     return x_WTD
 
 
@@ -387,9 +389,10 @@ def _score(
 def logits(model: Decoder, x_TD: torch.Tensor) -> torch.Tensor:
     """The residual stream -> logits_TV float32, as the model's own forward ends."""
     eps = model.config.norm_eps
-    if model.head_VD is not None and model.head_VD.format != "none":
-        return model.ops.linear(  # type: ignore[no-any-return]
-            x_TD, model.head_VD, norm_weight_K=model.norm_D, eps=eps, out_dtype=torch.float32
-        )
-    h_TD = model.ops.rms_norm(x_TD, model.norm_D, eps=eps)
+    with on_device(model.device):
+        if model.head_VD is not None and model.head_VD.format != "none":
+            return model.ops.linear(  # type: ignore[no-any-return]
+                x_TD, model.head_VD, norm_weight_K=model.norm_D, eps=eps, out_dtype=torch.float32
+            )
+        h_TD = model.ops.rms_norm(x_TD, model.norm_D, eps=eps)
     return head_logits(h_TD, model.embedding_VD if model.head_VD is None else model.head_VD.codes)

@@ -22,7 +22,7 @@ from subten.cache.pool import PagePool
 from subten.codecs import KVFormat, kv_format
 from subten.codecs.rotation import hadamard
 from subten.core import PAGE_SIZE, ConfigError, RequestError, refuse
-from subten.device import free_memory_bytes
+from subten.device import free_memory_bytes, on_device
 from subten.kernels.step import make_step
 from subten.models.decoder import Decoder
 from subten.weights.key_bias import settle_key_bias
@@ -136,7 +136,8 @@ class _Probe:
             page_ids=self._page_ids,
             device=self.model.device,
         )
-        return self.model(step, self._pool.pages_LPGB, all_rows=True)  # type: ignore[no-any-return]
+        with on_device(self.model.device):
+            return self.model(step, self._pool.pages_LPGB, all_rows=True)  # type: ignore[no-any-return]
 
     def result(
         self, name: str, *, num_scored: int, window: int, reference_nll: float

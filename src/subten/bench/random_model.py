@@ -20,7 +20,7 @@ from subten.cache.pool import PagePool
 from subten.codecs import KVFormat, kv_format
 from subten.config import ModelConfig
 from subten.core import PAGE_SIZE, ConfigError, refuse
-from subten.device import Device
+from subten.device import Device, on_device
 from subten.kernels import select_ops
 from subten.kernels.weight_formats import Weight
 from subten.models.decoder import Decoder
@@ -104,24 +104,25 @@ def fill_pool(model: Decoder, pool: PagePool, seed: int = 0) -> None:
     slot_T = torch.arange(pool.num_pages * PAGE_SIZE, device=device)
     position_T = slot_T % model.cos_sin_PD.shape[0]
     layers: list[Any] = list(model.layers)
-    for layer, pages_PGB in zip(layers, pool.pages_LPGB, strict=True):
-        for start in range(0, len(slot_T), CHUNK_TOKENS):
-            chunk = slice(start, start + CHUNK_TOKENS)
-            shape = (2, len(slot_T[chunk]), pool.num_kv_heads, pool.fmt.head_dim)
-            kv_2TGD = torch.empty(shape, dtype=model.dtype, device=device)
-            kv_2TGD.normal_(generator=generator)
-            model.ops.kv_append(
-                kv_2TGD[0],
-                kv_2TGD[1],
-                pages_PGB,
-                pool.fmt,
-                model.cos_sin_PD,
-                position_T[chunk],
-                slot_T[chunk],
-                rotation_DD=model.rotation_DD,
-                norm_weight_D=layer.attention.k_norm_D,
-                eps=model.config.norm_eps,
-            )
+    with on_device(device):
+        for layer, pages_PGB in zip(layers, pool.pages_LPGB, strict=True):
+            for start in range(0, len(slot_T), CHUNK_TOKENS):
+                chunk = slice(start, start + CHUNK_TOKENS)
+                shape = (2, len(slot_T[chunk]), pool.num_kv_heads, pool.fmt.head_dim)
+                kv_2TGD = torch.empty(shape, dtype=model.dtype, device=device)
+                kv_2TGD.normal_(generator=generator)
+                model.ops.kv_append(
+                    kv_2TGD[0],
+                    kv_2TGD[1],
+                    pages_PGB,
+                    pool.fmt,
+                    model.cos_sin_PD,
+                    position_T[chunk],
+                    slot_T[chunk],
+                    rotation_DD=model.rotation_DD,
+                    norm_weight_D=layer.attention.k_norm_D,
+                    eps=model.config.norm_eps,
+                )
 
 
 def in_format(model: Decoder, fmt: KVFormat) -> Decoder:

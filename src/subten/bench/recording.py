@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from subten.device import on_device
 from subten.kernels import Ops
 from subten.kernels.route import Routing
 from subten.kernels.step import StepTensors
@@ -84,7 +85,7 @@ def recorded(model: Decoder) -> Iterator[list[Call]]:
 @torch.inference_mode()
 def record_step(model: Decoder, step: StepTensors, pages_LPGB: torch.Tensor) -> list[Call]:
     """The calls of one forward pass, which it runs without a graph."""
-    with recorded(model) as calls:
+    with on_device(model.device), recorded(model) as calls:
         model(step, pages_LPGB)
     return calls
 

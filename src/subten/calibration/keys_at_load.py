@@ -24,6 +24,7 @@ from safetensors.torch import save
 
 from subten.calibration.keys import key_statistics, score_noise, shaped_transform
 from subten.core import ConfigError, RequestError, refuse
+from subten.device import on_device
 from subten.files import write_whole
 from subten.layers.adaptive_attention import AdaptiveAttention
 from subten.layers.decoder_layer import DecoderLayer
@@ -104,7 +105,8 @@ def calibrate_keys(
         if found is not None:
             return found
     windows = [ids[start : start + WINDOW] for start in range(0, len(ids), WINDOW)]
-    statistics = key_statistics(model, windows, progress=progress)
+    with on_device(model.device):
+        statistics = key_statistics(model, windows, progress=progress)
     transform = shaped_transform(statistics)
     assert transform.feedback_LGDD is not None
     assert transform.outlier_LGD is not None

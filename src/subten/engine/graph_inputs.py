@@ -6,6 +6,7 @@ Letters: S sequences of the step, T its tokens, V vocabulary.
 from __future__ import annotations
 
 import gc
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -16,26 +17,50 @@ from torch import nn
 
 from subten.cache.fidelity import Span
 from subten.core import PAGE_SIZE, BatchItem, Sequence
+from subten.device import free_memory_bytes
 from subten.kernels.sample import SamplingTensors
+
+logger = logging.getLogger(__name__)
 
 Step = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 """Runs a step on what the fixed inputs hold: logits_SV float32, and token_S int64."""
 
 
-def capture_cuda_graph(step: Step, *, cuts: Iterable[nn.Module] = ()) -> Step:
+class CaptureError(Exception):
+    """A step could not be captured; that says nothing against running it."""
+
+
+def replay_or_step(step: Step, capture: Callable[[Step], Step], *, what: str) -> Step:
+    """The replay of `what`; `step` itself where it cannot be captured, and one warning says why."""
+    try:
+        return capture(step)
+    except CaptureError as error:
+        logger.warning("%s: launched one by one, without a CUDA graph: %s", what, error)
+        return step
+
+
+def capture_cuda_graph(
+    step: Step, *, cuts: Iterable[nn.Module] = (), reserve_bytes: int = 0
+) -> Step:
     """Record `step` as CUDA graphs; the result replays them and returns the same tensors.
 
     One graph, or one more for each of `cuts`, modules of which each begins another: the device is
     at the first while the host launches the next. Runs `step` before, as kernels compile and
-    workspaces come to be at their first launch.
+    workspaces come to be at their first launch. CaptureError where memory does not suffice, or less
+    than `reserve_bytes` would be left of it, and where CUDA refuses to record.
     """
     # Before what a step puts beside itself on streams of no priority (`Beside`).
     stream = torch.cuda.Stream(priority=-1)
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                step()
+    except torch.OutOfMemoryError as error:
+        raise CaptureError(_reason(error)) from error
+    finally:
+        # After a step that failed, too: kernels of one device share counters.
+        torch.cuda.current_stream().wait_stream(stream)
     graphs = [torch.cuda.CUDAGraph()]
 
     def begin_another(*_: Any) -> None:
@@ -44,17 +69,24 @@ def capture_cuda_graph(step: Step, *, cuts: Iterable[nn.Module] = ()) -> Step:
         graphs.append(torch.cuda.CUDAGraph())
         graphs[-1].capture_begin(pool=graphs[0].pool())
 
-    hooks = [module.register_forward_pre_hook(begin_another) for module in cuts]
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.empty_cache()
+    hooks = [module.register_forward_pre_hook(begin_another) for module in cuts]
     try:
+        _check_memory(stream.device, reserve_bytes)
         with torch.cuda.stream(stream):
             graphs[0].capture_begin()
             try:
                 outputs = step()
             finally:
                 graphs[-1].capture_end()
+        # What a graph takes is known once it is there.
+        _check_memory(stream.device, reserve_bytes)
+    except RuntimeError as error:
+        # Out of memory, an error of CUDA (`torch.AcceleratorError`) or of a kernel's launch. One of
+        # the step itself comes again where it runs by itself.
+        raise CaptureError(_reason(error)) from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -65,6 +97,22 @@ def capture_cuda_graph(step: Step, *, cuts: Iterable[nn.Module] = ()) -> Step:
         return outputs
 
     return replay
+
+
+def _check_memory(device: torch.device, reserve_bytes: int) -> None:
+    free_bytes = free_memory_bytes(device)
+    if free_bytes < reserve_bytes:
+        raise CaptureError(
+            f"{free_bytes / 2**20:.0f} MiB of memory are free, and {reserve_bytes / 2**20:.0f} are "
+            "kept for steps without a graph"
+        )
+
+
+def _reason(error: BaseException) -> str:
+    """The first of the errors that led to `error`, a line: later ones come of a broken capture."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 MIN_KV_BUCKET = 1024

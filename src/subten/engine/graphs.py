@@ -25,6 +25,7 @@ from subten.engine.graph_inputs import (
     capture_cuda_graph,
     fill_sampling,
     kv_bucket,
+    replay_or_step,
     sampling_of,
     span,
 )
@@ -46,7 +47,8 @@ class DecodeGraphs:
 
     A graph is captured when a batch size and a bucket of KV lengths first occur. Rows without a
     sequence have kv_len 0 and slot -1: they read and write no page. `capture` turns a step into
-    its replay; tests on a CPU pass the step itself.
+    its replay; tests on a CPU pass the step itself, which is also what stays in place of a graph
+    where it raises CaptureError.
 
     The device does not wait for the host between two steps: before the tokens of a step are read,
     the next one is started on the device's own tokens, for the sequences that go on as far as is
@@ -180,7 +182,8 @@ class DecodeGraphs:
         if replay is None:
             # The step runs before its capture: on padding, which no live page notices.
             self._fill([], size)
-            replay = self._capture(lambda: self._step(size, bucket))
+            what = f"decode steps of {size} sequences, up to {bucket} tokens each"
+            replay = replay_or_step(lambda: self._step(size, bucket), self._capture, what=what)
             self._replays[size, bucket] = replay
             is_filled = False
         for i, row in enumerate(rows):

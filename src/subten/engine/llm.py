@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import random
@@ -38,6 +39,7 @@ from subten.engine.attend_speed import warn_if_slow
 from subten.engine.completion import Chunk, Completion, Usage
 from subten.engine.engine import Engine, RequestRecord
 from subten.engine.expert_load import ExpertLoad
+from subten.engine.graph_inputs import capture_cuda_graph
 from subten.engine.graphs import SIZE_STEP, DecodeGraphs
 from subten.engine.prefill_graphs import PrefillGraphs
 from subten.engine.prompts import (
@@ -47,7 +49,13 @@ from subten.engine.prompts import (
     as_token_ids,
     check_params,
 )
-from subten.engine.resolve import Limits, check_loaded, resolve_device, resolve_limits
+from subten.engine.resolve import (
+    Limits,
+    check_loaded,
+    max_step_bytes,
+    resolve_device,
+    resolve_limits,
+)
 from subten.engine.runner import Runner
 from subten.engine.scheduler import Scheduler
 from subten.engine.stop import NoText, TextOutput
@@ -333,10 +341,13 @@ class LLM:
         if "torch" in model.ops.backend.values():
             return {}
         max_batch = self.max_num_seqs
+        reserve_bytes = max_step_bytes(self.config, self.model_config)
         settings: dict[str, Any] = {
             "sample": model.ops.sample,
             "max_model_len": self.max_model_len,
             "device": self.device.torch_device,
+            # Graphs take memory for good, which prompts without a graph must still find.
+            "capture": functools.partial(capture_cuda_graph, reserve_bytes=reserve_bytes),
         }
         return {
             "graphs": DecodeGraphs(

@@ -25,6 +25,7 @@ from subten.engine.graph_inputs import (
     capture_cuda_graph,
     fill_sampling,
     kv_bucket,
+    replay_or_step,
     sampling_of,
     span_of,
 )
@@ -44,7 +45,8 @@ class PrefillGraphs:
 
     A size and bucket of KV lengths is captured when it occurs the second time: a capture costs
     about three chunks, and a prompt that comes alone should not pay for others. Padding tokens have
-    slot -1 and no query tile: they touch no page, and nothing reads what becomes of them.
+    slot -1 and no query tile: they touch no page, and nothing reads what becomes of them. Where
+    `capture` raises CaptureError, the padded step itself stays in place of its graph.
     """
 
     def __init__(
@@ -109,7 +111,9 @@ class PrefillGraphs:
         if replay is None:
             # The step runs before its capture: on padding, which no live page notices.
             self._fill(None, key[0])
-            replay = self._replays[key] = self._capture(lambda: self._step(*key))
+            what = f"prompt chunks of {key[0]} tokens, up to {key[1]} with those before"
+            replay = replay_or_step(lambda: self._step(*key), self._capture, what=what)
+            self._replays[key] = replay
         self._fill(item, key[0])
         logits_SV, _ = replay()
         self._done.record()

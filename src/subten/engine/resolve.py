@@ -113,6 +113,20 @@ def resolve_limits(
     )
 
 
+def max_step_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Upper estimate of what one step allocates besides pages, in bytes.
+
+    A token: residual, normed input and their FP32 copies (8 d_model), q, k, v and the attention
+    output, gate, up and their product for each chosen expert. A sequence: four FP32 rows of logits
+    (raw, penalised, filtered, sorted). FP32 throughout, which is twice what bfloat16 takes.
+    """
+    num_ffn = max(model.top_k, 1) * 3 * model.d_ffn
+    num_attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    token_bytes = 4 * (8 * model.d_model + num_attention + num_ffn)
+    logits_bytes = 4 * 4 * model.vocab_size
+    return config.max_num_batched_tokens * token_bytes + config.max_num_seqs * logits_bytes
+
+
 def _adaptive_limits(
     config: EngineConfig,
     model: ModelConfig,
@@ -163,7 +177,7 @@ def _affordable_bytes(
         return "cpu_kv_cache_bytes", config.cpu_kv_cache_bytes
     total_bytes = device.memory_bytes
     used_bytes = total_bytes - free_memory_bytes(device.torch_device)
-    step_bytes = _step_bytes(config, model)
+    step_bytes = max_step_bytes(config, model)
     budget_bytes = int(config.gpu_memory_utilization * total_bytes) - used_bytes - step_bytes
     if budget_bytes < page_bytes:
         raise refuse(
@@ -174,17 +188,3 @@ def _affordable_bytes(
             f"needs {step_bytes / 2**30:.1f} and one page {page_bytes / 2**30:.3f}",
         )
     return "memory that gpu_memory_utilization leaves", budget_bytes
-
-
-def _step_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """Upper estimate of what one step allocates besides pages, in bytes.
-
-    A token: residual, normed input and their FP32 copies (8 d_model), q, k, v and the attention
-    output, gate, up and their product for each chosen expert. A sequence: four FP32 rows of logits
-    (raw, penalised, filtered, sorted). FP32 throughout, which is twice what bfloat16 takes.
-    """
-    num_ffn = max(model.top_k, 1) * 3 * model.d_ffn
-    num_attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    token_bytes = 4 * (8 * model.d_model + num_attention + num_ffn)
-    logits_bytes = 4 * 4 * model.vocab_size
-    return config.max_num_batched_tokens * token_bytes + config.max_num_seqs * logits_bytes

@@ -15,6 +15,7 @@ from statistics import median
 
 import torch
 
+from subten.device import on_device
 from subten.kernels.read_sum import MAX_PROGRAM_WORDS, READ_LAUNCHES, ReadLaunch, read_sum
 from subten.kernels.triton_shim import HAS_TRITON
 
@@ -54,10 +55,11 @@ def measure_roof(device: torch.device, *, num_bytes: int | None = None, num_read
     words_N = words_N.view(torch.int32)
     is_triton = device.type == "cuda" and HAS_TRITON
     best = Roof(bytes_per_s=0.0, num_bytes=num_bytes, how="none")
-    for name, read in (_triton_reads(words_N) if is_triton else _torch_reads(words_N)).items():
-        seconds = median(_time(read, device) for _ in range(num_reads))
-        if num_bytes / seconds > best.bytes_per_s:
-            best = Roof(bytes_per_s=num_bytes / seconds, num_bytes=num_bytes, how=name)
+    with on_device(device):
+        for name, read in (_triton_reads(words_N) if is_triton else _torch_reads(words_N)).items():
+            seconds = median(_time(read, device) for _ in range(num_reads))
+            if num_bytes / seconds > best.bytes_per_s:
+                best = Roof(bytes_per_s=num_bytes / seconds, num_bytes=num_bytes, how=name)
     return best
 
 

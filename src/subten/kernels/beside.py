@@ -6,7 +6,8 @@ Letters: T tokens, N output features, K inputs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -32,28 +33,31 @@ class Beside:
         self._weights = weights
         self._values: dict[int, torch.Tensor] = {}
 
-    def start(self) -> None:
-        """Unpack them beside the launches from here on, until `join`."""
+    @contextmanager
+    def unpacking(self) -> Iterator[None]:
+        """Unpack them beside the launches within; those after it come after what was started.
+
+        Also after an error: a capture cannot be ended while another stream is a part of it.
+        """
         device = self._weights[0].codes.device
-        side = _side_stream(device)
+        side, main = _side_stream(device), torch.cuda.current_stream(device)
         # Memory of the stream that will read it: what has used it before has ended where `side`
         # begins.
         self._values = {
             id(weight): torch.empty(weight.shape, dtype=weight.dtype, device=device)
             for weight in self._weights
         }
-        side.wait_stream(torch.cuda.current_stream(device))
         programs = SIDE_PROGRAMS * num_sms(device)
-        with torch.cuda.stream(side):
-            for weight in self._weights:
-                w_NK = self._values[id(weight)]
-                rows = slice(0, len(w_NK))
-                unpack_rows(weight, rows, w_NK, block_r=SIDE_ROWS, most_programs=programs)
-
-    def join(self) -> None:
-        """Let the launches from here on come after what was started."""
-        device = self._weights[0].codes.device
-        torch.cuda.current_stream(device).wait_stream(_side_stream(device))
+        side.wait_stream(main)
+        try:
+            with torch.cuda.stream(side):
+                for weight in self._weights:
+                    w_NK = self._values[id(weight)]
+                    rows = slice(0, len(w_NK))
+                    unpack_rows(weight, rows, w_NK, block_r=SIDE_ROWS, most_programs=programs)
+            yield
+        finally:
+            main.wait_stream(side)
 
     def take(self, weight: Weight) -> Weight:
         """A weight in the dtype of its layer, once; itself where it is not unpacked."""
@@ -72,8 +76,7 @@ def add_product(residual_TN: torch.Tensor, x_TK: torch.Tensor, w_NK: torch.Tenso
 def unpack_beside(weights: Iterable[Weight], num_tokens: int) -> Beside | None:
     """Those of `weights` that `linear` of so many tokens would unpack whole, none of them started.
 
-    Within a graph capture alone, where it costs no host's time; None where there are none. What is
-    started must be joined before the capture ends.
+    Within a graph capture alone, where it costs no host's time; None where there are none.
     """
     if num_tokens < SIDE_TOKENS:
         return None

@@ -13,6 +13,7 @@ from subten.codecs import KVFormat, kv_format
 from subten.codecs.rotation import hadamard
 from subten.config import ModelConfig, RopeConfig
 from subten.core import PAGE_SIZE, ConfigError, RequestError, refuse
+from subten.device import on_device
 from subten.kernels import select_ops
 from subten.kernels.step import StepTensors, make_step
 from subten.layers.decoder_layer import DecoderLayer
@@ -203,13 +204,14 @@ class FusedMoEQuantizedAttention(nn.Module):
         self._fold_router()
         num_tokens = x_BTD.shape[1]
         step = self._step(cache, num_tokens)
-        x_TD = self.layer(
-            x_BTD.reshape(-1, self.config.d_model),
-            step,
-            pages_PGB=cache.pages_PGB,
-            cos_sin_PD=self.cos_sin_PD,
-            rotation_DD=self.rotation_DD,
-        )
+        with on_device(self.device):
+            x_TD = self.layer(
+                x_BTD.reshape(-1, self.config.d_model),
+                step,
+                pages_PGB=cache.pages_PGB,
+                cos_sin_PD=self.cos_sin_PD,
+                rotation_DD=self.rotation_DD,
+            )
         cache.lengths = [length + num_tokens for length in cache.lengths]
         return x_TD.view(x_BTD.shape)  # type: ignore[no-any-return]
 

@@ -6,6 +6,7 @@ in `cos_sin_PD`), G key-value heads, B bytes of a page.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -100,11 +101,8 @@ class DecoderLayer(nn.Module):
             )
             return self.ffn.routed(x_TD, routing)
         x_TD = output(heads_TN, residual_TN=x_TD, beside=beside)
-        if following is not None:
-            following.start()
-        x_TD = self.ffn(x_TD, self.ffn_norm_D)
-        if following is not None:
-            following.join()
+        with nullcontext() if following is None else following.unpacking():
+            x_TD = self.ffn(x_TD, self.ffn_norm_D)
         return x_TD
 
 
