@@ -8,6 +8,7 @@
 
 VENV := .venv
 INSTALL ?= yes
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PROMPT ?= Why is the sky blue?
 PYTEST_ARGS ?=
 WORKERS ?= 2

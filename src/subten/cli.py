@@ -37,6 +37,7 @@ from subten.cli_options import (
     progress,
     resolve_model,
 )
+from subten.config import let_threads_sleep
 from subten.core import RequestError, SamplingParams, refuse
 from subten.train.__main__ import make_command
 
@@ -391,6 +392,7 @@ def _completion_dict(llm: LLM, completion: Completion, model: str) -> dict[str, 
 
 def main() -> None:
     """Entry point of the `subten` command."""
+    let_threads_sleep()
     app(prog_name="subten")
 
 
