@@ -325,7 +325,7 @@ def test_an_error_leaves_the_process_with_code_2_and_no_traceback(model):
         ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
     ],
 )
-def test_threads_sleep_unless_the_user_says_how_they_wait(monkeypatch, given, found):
+def test_threads_sleep_unless_the_user_says_how_they_wait(given, found):
     """Said before torch, which reads it, is loaded."""
     code = "import sys, os; from subten.cli import main; sys.argv = ['subten', '--version']\n"
     code += "try: main()\nexcept SystemExit: pass\n"
