@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +64,26 @@ def detect(name: str = "auto") -> Device:
         num_sms=properties.multi_processor_count,
         capability=(properties.major, properties.minor),
     )
+
+
+BLOCK_SHARED_KIB: Mapping[tuple[int, int], int] = {
+    (8, 0): 163,
+    (8, 7): 163,
+    (9, 0): 227,
+    (10, 0): 227,
+    (10, 3): 227,
+    (11, 0): 227,
+}
+"""Shared memory that a block may have, by compute capability; 99 on all others from 8.0 on (CUDA
+C++ Programming Guide, Technical Specifications per Compute Capability)."""
+
+
+@functools.cache
+def block_shared_bytes(device: torch.device) -> int:
+    """Shared memory that a block of `device` may have; a CPU stands in for sm_90."""
+    is_gpu = device.type == "cuda"
+    capability: tuple[int, int] = detect(str(device)).capability if is_gpu else (9, 0)
+    return 1024 * BLOCK_SHARED_KIB.get(capability, 99)
 
 
 def has_gpu() -> bool:

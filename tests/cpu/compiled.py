@@ -6,8 +6,12 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from subten.kernels.triton_shim import triton
 
@@ -32,6 +36,33 @@ def compile_sm90(kernel: Any, pointers: dict[str, str], constants: dict[str, Any
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
     check_products(compiled.asm["ttgir"])
     return compiled
+
+
+@contextmanager
+def launches_on(capability: tuple[int, int]) -> Iterator[list[Any]]:
+    """Kernels launched within it, compiled for a GPU of `capability` and not run.
+
+    The ops take tensors of the device `meta`; the interpreter must be off.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    found = []
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    says = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _device: 0,
+        get_current_target=lambda: target,
+    )
+    compile_only = JITFunction.run
+
+    def run(self: Any, *args: Any, **constants: Any) -> None:
+        found.append(compile_only(self, *args, **(constants | {"warmup": True})))
+
+    driver.set_active(says)
+    with patch.object(JITFunction, "run", run):
+        yield found
 
 
 def check_products(ttgir: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from full_disk import full_disk
 
+from subten import device
 from subten.kernels.cuda import attend, runtime
 from subten.kernels.cuda.gemv import FORMATS
 
@@ -234,12 +235,12 @@ def test_plans_for_more_shared_memory_than_a_gpu_has_are_refused(monkeypatch):
     gpu, found = torch.device("cuda", 0), {}
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
         said = SimpleNamespace(capability=capability)
-        for module in (runtime, attend):
+        for module in (device, attend):
             monkeypatch.setattr(module, "detect", lambda _name, said=said: said)
-        runtime.max_shared_bytes.cache_clear()
+        device.block_shared_bytes.cache_clear()
         attend.has_bulk_copies.cache_clear()
         found[capability] = (runtime.max_shared_bytes(gpu) // 1024, attend.has_bulk_copies(gpu))
-    runtime.max_shared_bytes.cache_clear()
+    device.block_shared_bytes.cache_clear()
     attend.has_bulk_copies.cache_clear()
     assert found == {
         (8, 0): (162, False),

@@ -14,6 +14,8 @@ import torch
 
 from subten.codecs import KVFormat
 from subten.core import PAGE_SIZE
+from subten.device import block_shared_bytes
+from subten.kernels.attend_plan import BlockRoom
 from subten.kernels.attend_tiles import (
     Partials,
     check_queries,
@@ -30,20 +32,10 @@ from subten.kernels.attend_tiles import (
     turn_results,
 )
 from subten.kernels.attend_tiles import num_sms as _num_sms
-from subten.kernels.key_bias import (
-    bias_factors,
-    bias_scores,
-    check_key_bias,
-    turned_bias,
-)
-from subten.kernels.kv_append import (
-    check_pages,
-    check_rotation,
-    codec_tables,
-    page_planes,
-)
+from subten.kernels.key_bias import bias_factors, bias_scores, check_key_bias, turned_bias
+from subten.kernels.kv_append import check_pages, check_rotation, codec_tables, page_planes
 from subten.kernels.step import StepTensors
-from subten.kernels.triton_shim import tl, triton_jit
+from subten.kernels.triton_shim import launcher, tl, triton_jit
 from subten.kernels.unpack_pages import is_worth_unpacking, unpack_pages
 
 
@@ -98,7 +90,9 @@ def attend(
     if is_worth_unpacking(fmt, q_THD.dtype, num_kv_heads, step):
         pages_PGB, fmt, table_SP = unpack_pages(pages_PGB, fmt, step, q_THD.dtype, rotation_DD)
         rotation_DD = None
-    plan = plan_for(q_THD, num_kv_heads, step, _num_sms(q_THD.device))
+    shared_bytes = block_shared_bytes(q_THD.device)
+    room = BlockRoom(fmt=fmt, has_bias=key_bias_GD is not None, shared_bytes=shared_bytes)
+    plan = plan_for(q_THD, num_kv_heads, step, _num_sms(q_THD.device), room.max_rows)
     is_split = plan.grid_splits > 1
     partials = make_partials(q_THD, plan) if is_split else Partials(out_THD, out_THD)
     constants = tile_constants(q_THD, plan, rotation_DD)
@@ -107,8 +101,9 @@ def attend(
     # too (a codec that is rotated), it gets two loops wrong with one stage as well.
     is_looked_up = fmt.codec.tables is not None and step.max_query_len == 1
     has_whole = step.max_query_len > 1 and rotation_DD is None
-    num_stages = 1 if is_looked_up or has_whole else plan.num_stages
-    _attend_kernel[(num_tiles, num_kv_heads * plan.head_blocks, plan.grid_splits)](
+    num_stages = 1 if is_looked_up or has_whole else room.num_stages(plan)
+    grid = (num_tiles, num_kv_heads * plan.head_blocks, plan.grid_splits)
+    launcher(_attend_kernel, grid, "attend", fmt.codec.name)(
         *tile_args(step, plan),
         q_THD,
         *q_THD.stride(),
@@ -133,6 +128,7 @@ def attend(
         GROUP=num_heads // num_kv_heads,
         BLOCK_H=plan.block_heads,
         BLOCK_M=plan.block_rows,
+        BY_SIGNS=q_THD.dtype == torch.bfloat16 and room.has_signs(plan),
         IS_SPLIT=is_split,
         HAS_WHOLE=has_whole,
         LOOP_STAGES=num_stages,
@@ -309,6 +305,7 @@ def _attend_kernel(
     MIN_PAGES: tl.constexpr,
     PAGE: tl.constexpr,
     STAGES: tl.constexpr,
+    BY_SIGNS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     HAS_WHOLE: tl.constexpr,
     LOOP_STAGES: tl.constexpr,
@@ -347,8 +344,8 @@ def _attend_kernel(
         HEAD_DIM,
         BLOCK_D,
         STAGES,
+        BY_SIGNS,
     )
-    dtype = q_MD.dtype
     d = tl.arange(0, BLOCK_D)
     mask_MD = mask_M[:, None] & (d < HEAD_DIM)[None, :]
     q_sum_M = tl.sum(q_MD.to(tl.float32), axis=1)
@@ -424,7 +421,7 @@ def _attend_kernel(
         out_row_M = out_row_M * num_splits + split
         tl.store(lse_ptr + out_row_M, max_M + tl.log2(sum_M), mask=mask_M)
     else:
-        out_MD = turn_results(out_MD, STAGES, dtype == tl.bfloat16)
+        out_MD = turn_results(out_MD, STAGES, BY_SIGNS)
     out = out_ptr + out_row_M[:, None] * HEAD_DIM + d[None, :]
     tl.store(out, out_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
 

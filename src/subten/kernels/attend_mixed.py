@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from subten.codecs.mixed import MixedFormat
 from subten.codecs.vq import codebook
 from subten.core import PAGE_SIZE
+from subten.device import block_shared_bytes
 from subten.kernels.attend_mixed_device import attend_mixed_kernel
 from subten.kernels.attend_plan import AttendPlan
 from subten.kernels.attend_tiles import (
@@ -41,14 +42,18 @@ from subten.kernels.mixed_pages import (
 )
 from subten.kernels.page_mass import add_sequences, add_tiles, make_shares
 from subten.kernels.step import StepTensors
-from subten.kernels.triton_shim import triton
+from subten.kernels.triton_shim import launcher, triton
 
 MAX_ROWS = 32
 """Rows of a tile: products of so few run on mma.sync, whose operands stay in registers."""
 
 MAX_TABLE_BYTES = 2**17
-"""Shared memory that tiles of a table and its coefficients may take, of the 227 KiB of an H200:
-all else takes at most 107 KiB (Triton 3.6, head_dim 128, 128 rows)."""
+"""Shared memory that tiles of a table and its coefficients may take, of the 227 KiB of an H200."""
+
+CHANNEL_BYTES = 768
+"""Shared memory of all else for a channel of a head, in two stages: at most 47 KiB at head_dim 64,
+91 KiB at 128, 183 KiB at 256 (Triton 3.9, compute capability 8.9, 32 rows); a quarter of it in
+one stage."""
 
 
 def attend_mixed(
@@ -97,7 +102,8 @@ def attend_mixed(
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     if len(step.tile_seq_Q) == 0 or len(q_THD) == 0:
         return out_THD
-    plan = plan_for(q_THD, pages.num_kv_heads, step, num_sms(q_THD.device), MAX_ROWS)
+    max_rows = _max_rows(table_PC, block_shared_bytes(q_THD.device))
+    plan = plan_for(q_THD, pages.num_kv_heads, step, num_sms(q_THD.device), max_rows)
     # Quarters of other sizes do not make a row to turn: `merge` does that.
     has_parts = plan.grid_splits > 1 or fmt.head_dim not in (64, 128, 256)
     partials = Partials(out_THD, out_THD)
@@ -280,6 +286,25 @@ class _Call:
         return self.q_THD.shape[1] // self.pages.num_kv_heads
 
 
+def _max_rows(table_PC: torch.Tensor | None, shared_bytes: int) -> int:
+    """MAX_ROWS, or half, where a table's tile and twice the coefficients would not fit a block."""
+    if table_PC is None:
+        return MAX_ROWS
+    block_c = triton.next_power_of_2(table_PC.shape[1])
+    fits = 4 * block_c * (PAGE_SIZE + 2 * MAX_ROWS) < shared_bytes
+    return MAX_ROWS if fits else MAX_ROWS // 2
+
+
+def _num_stages(plan: AttendPlan, block_d: int, table_bytes: int, shared_bytes: int) -> int:
+    """The plan's stages, or one where a block has no room for pages in flight.
+
+    The loop holds the tiles of as many pages as it has stages, or one fewer.
+    """
+    in_flight = CHANNEL_BYTES * block_d + (plan.num_stages - 1) * table_bytes
+    fits = in_flight <= shared_bytes and plan.num_stages * table_bytes <= MAX_TABLE_BYTES
+    return plan.num_stages if fits else 1
+
+
 def _launch(call: _Call, step: StepTensors, share_QBPM: torch.Tensor | None) -> None:
     """Attend for the tiles of `step`; their shares go to `share_QBPM`, if there is one."""
     pages, fmt, plan, window = call.pages, call.fmt, call.plan, call.window
@@ -291,11 +316,11 @@ def _launch(call: _Call, step: StepTensors, share_QBPM: torch.Tensor | None) -> 
     width = 0 if call.table_PC is None else call.table_PC.shape[1]
     has_cold = len(pages.vcold_ZGB) > 0
     block_c = max(16, triton.next_power_of_2(width))
-    # The loop holds the tiles of as many pages as it has stages.
+    block_j = max(16, triton.next_power_of_2(fmt.head_dim // 4))
     table_bytes = 4 * block_c * (plan.block_rows + PAGE_SIZE) if width else 0
-    fits = plan.num_stages * table_bytes <= MAX_TABLE_BYTES
-    num_blocks = pages.num_kv_heads * plan.head_blocks
-    attend_mixed_kernel[(len(step.tile_seq_Q), num_blocks, plan.grid_splits)](
+    shared_bytes = block_shared_bytes(call.q_THD.device)
+    grid = (len(step.tile_seq_Q), pages.num_kv_heads * plan.head_blocks, plan.grid_splits)
+    launcher(attend_mixed_kernel, grid, "attend_mixed", "adaptive")(
         *tile_args(step, plan),
         call.q_THD,
         *call.q_THD.stride(),
@@ -328,10 +353,10 @@ def _launch(call: _Call, step: StepTensors, share_QBPM: torch.Tensor | None) -> 
         GROUP=call.group,
         BLOCK_H=plan.block_heads,
         BLOCK_M=plan.block_rows,
-        BLOCK_J=max(16, triton.next_power_of_2(fmt.head_dim // 4)),
+        BLOCK_J=block_j,
         IS_SPLIT=call.partials.out_THZD.dim() == 4,
         HAS_MASS=share_QBPM is not None,
         **tile_constants(call.q_THD, plan, call.rotation_DD),
         num_warps=plan.num_warps,
-        num_stages=plan.num_stages if fits else 1,
+        num_stages=_num_stages(plan, 4 * block_j, table_bytes, shared_bytes),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from subten.codecs import KVFormat
 from subten.core import PAGE_SIZE
 from subten.kernels.step import QUERY_TILE
 
@@ -62,7 +63,7 @@ def plan_attend(
     Decode (single tokens) has three tiers by the number of unsplit programs: less than one an SM,
     less than four, more. Within a tier the split of a sequence depends on its own length alone,
     so that its result does too. A captured graph holds for every length up to `max_kv_len`.
-    `max_rows` bounds the rows of a tile of BF16 queries; by default it is what fits in registers.
+    A tile of BF16 queries has as many rows as fit in registers, and at most `max_rows`.
     """
     is_decode = max_query_len == 1
     tile_tokens = 1 if is_decode else QUERY_TILE
@@ -70,8 +71,9 @@ def plan_attend(
     # accumulator of 128 rows at head_dim 256 (255 registers and 800 bytes of stack for int4).
     if is_float32:
         max_rows = 32 if head_dim <= 64 else 16
-    elif max_rows is None:
-        max_rows = 128 if head_dim <= 128 else 64
+    else:
+        in_registers = 128 if head_dim <= 128 else 64
+        max_rows = in_registers if max_rows is None else min(in_registers, max_rows)
     block_heads = min(_power_of_two_from(group), max_rows // tile_tokens)
     head_blocks = -(-group // block_heads)
     programs = num_tiles * num_kv_heads * head_blocks
@@ -104,6 +106,50 @@ def plan_attend(
         merge_heads=4,
         merge_warps=4,
     )
+
+
+LARGEST_BLOCK_BYTES = 227 * 1024
+"""Shared memory of a block of an H200, where plans were measured: it has room for their stages."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockRoom:
+    """What `attend` over pages of `fmt` can hold in the `shared_bytes` of a block.
+
+    Bounds on what Triton 3.9 takes for compute capability 8.9. In flight, where the loop has two
+    stages: a page, and for each of its numbers 7 bytes of codewords and 6 of a bias's angles.
+    """
+
+    fmt: KVFormat
+    has_bias: bool
+    shared_bytes: int
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of a tile, a power of two, beside the keys of a page."""
+        keys_bytes = max(2 * PAGE_SIZE * self._block_d, self.fmt.page_bytes // 2)
+        rows = max(16, (self.shared_bytes - keys_bytes) // self._row_bytes)
+        return 1 << (rows.bit_length() - 1)
+
+    def num_stages(self, plan: AttendPlan) -> int:
+        """The plan's stages, or one."""
+        has_tables = self.fmt.codec.tables is not None
+        number_bytes = 2 + (7 if has_tables else 0) + (6 if self.has_bias else 0)
+        in_flight = self.fmt.page_bytes + PAGE_SIZE * self._block_d * number_bytes
+        fits = plan.block_rows * self._row_bytes + in_flight <= self.shared_bytes
+        return plan.num_stages if fits or self.shared_bytes >= LARGEST_BLOCK_BYTES else 1
+
+    def has_signs(self, plan: AttendPlan) -> bool:
+        """Whether rows can be turned by a product with a matrix of signs, in BF16."""
+        return 2 * self._block_d * (self._block_d + plan.block_rows) <= self.shared_bytes
+
+    @property
+    def _block_d(self) -> int:
+        return _power_of_two_from(self.fmt.head_dim)
+
+    @property
+    def _row_bytes(self) -> int:
+        return self._block_d * (6 if self.has_bias else 4)
 
 
 def _power_of_two_from(number: int) -> int:

@@ -211,13 +211,18 @@ def load_queries(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
+    BY_SIGNS: tl.constexpr,
 ) -> Any:
-    """Queries of a tile of at least 16 rows, turned, in their own dtype; 0 where masked."""
+    """Queries of a tile of at least 16 rows, turned, in their own dtype; 0 where masked.
+
+    With BY_SIGNS, of bfloat16 alone, by a product; the matrix takes 2 * BLOCK_D ** 2 bytes of
+    shared memory.
+    """
     d = tl.arange(0, BLOCK_D)
     mask_MD = mask_M[:, None] & (d < HEAD_DIM)[None, :]
     q_row_M = token_M.to(tl.int64) * q_stride_t + head_M * q_stride_h
     q_MD = tl.load(q_ptr + q_row_M[:, None] + d[None, :] * q_stride_d, mask=mask_MD, other=0.0)
-    if STAGES > 0 and q_MD.dtype == tl.bfloat16:
+    if STAGES > 0 and BY_SIGNS:
         BLOCK: tl.constexpr = 1 << STAGES
         turned_MD = tl.dot(q_MD, _signs(BLOCK_D, STAGES)) * (BLOCK**-0.5)
         return turned_MD.to(q_MD.dtype)
@@ -225,13 +230,13 @@ def load_queries(
 
 
 @triton_jit
-def turn_results(x_MD: tl.tensor, STAGES: tl.constexpr, IS_BF16: tl.constexpr) -> Any:
-    """`rotate_rows` of a tile of at least 16 rows, on tensor cores where queries are bfloat16.
+def turn_results(x_MD: tl.tensor, STAGES: tl.constexpr, BY_SIGNS: tl.constexpr) -> Any:
+    """`rotate_rows` of a tile of at least 16 rows, by products on tensor cores with BY_SIGNS.
 
     A tile of 128 rows would pass through shared memory once for each stage. Three bfloat16 terms
     hold the 24 bits of a float32, and their products with signs are exact.
     """
-    if STAGES > 0 and IS_BF16:
+    if STAGES > 0 and BY_SIGNS:
         BLOCK: tl.constexpr = 1 << STAGES
         sign_DD = _signs(x_MD.shape[1], STAGES)
         high_MD = x_MD.to(tl.bfloat16)

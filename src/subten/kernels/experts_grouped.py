@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from subten.kernels.route import Routing
-from subten.kernels.triton_shim import tl, triton, triton_jit
+from subten.kernels.triton_shim import launcher, tl, triton, triton_jit
 from subten.kernels.weight_formats import WEIGHT_FORMATS, Weight, load_scale, row_offset
 
 
@@ -50,7 +50,8 @@ def grouped(
         "num_warps": launch.num_warps,
         "num_stages": launch.num_stages,
     }
-    _group_up_kernel[(launch.max_tiles, triton.cdiv(hidden, launch.block_n))](
+    grid = (launch.max_tiles, triton.cdiv(hidden, launch.block_n))
+    launcher(_group_up_kernel, grid, "experts", gate_up.format)(
         routing.h_TD,
         routing.expert_start_E1,
         routing.order_A,
@@ -63,7 +64,8 @@ def grouped(
         **constants,
     )
     y_AD = torch.empty(num_assignments, dim, dtype=torch.float32, device=out_TD.device)
-    _group_down_kernel[(launch.max_tiles, triton.cdiv(dim, launch.block_n))](
+    grid = (launch.max_tiles, triton.cdiv(dim, launch.block_n))
+    launcher(_group_down_kernel, grid, "experts", down.format)(
         act_AF,
         routing.expert_start_E1,
         routing.order_A,

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from subten.device import block_shared_bytes
 from subten.kernels.cpu_linear import cpu_linear
 from subten.kernels.norm_rope import rms_norm, rms_norm_torch
-from subten.kernels.triton_shim import tl, triton, triton_jit
+from subten.kernels.triton_shim import launcher, tl, triton, triton_jit
 from subten.kernels.weight_formats import (
     WEIGHT_FORMATS,
     Index,
@@ -122,11 +123,12 @@ class _LinearLaunch:
     num_stages: int
 
 
-def _choose_linear(weight: Weight) -> _LinearLaunch:
+def _choose_linear(weight: Weight, x_itemsize: int, shared_bytes: int) -> _LinearLaunch:
     """Tiles of the one launch; every number here is a first guess, to be measured.
 
     Few rows a program, so that small matrices still have a program for each multiprocessor; a tile
-    of inputs never spans two scales.
+    of inputs never spans two scales. Of the stages one is being used, not fetched: the room that
+    this leaves in `shared_bytes` holds the normed tile.
     """
     num_out, num_in = weight.shape
     block_n = 16 if num_out <= 8192 else 32
@@ -134,7 +136,10 @@ def _choose_linear(weight: Weight) -> _LinearLaunch:
     block_k = min(longest, max(16, triton.next_power_of_2(num_in)))
     if weight.format == "int4":
         block_k = min(block_k, weight.group)
-    return _LinearLaunch(block_n=block_n, block_k=block_k, num_warps=4, num_stages=4)
+    row_bytes = weight.codes.shape[-1] * weight.codes.itemsize * block_k // num_in
+    stage_bytes = MAX_ONE_LAUNCH * block_k * x_itemsize + block_n * row_bytes
+    num_stages = max(1, min(4, shared_bytes // stage_bytes))
+    return _LinearLaunch(block_n=block_n, block_k=block_k, num_warps=4, num_stages=num_stages)
 
 
 def _one_launch(
@@ -147,9 +152,10 @@ def _one_launch(
     residual_TN: torch.Tensor | None,
 ) -> None:
     num_out, num_in = weight.shape
-    launch = _choose_linear(weight)
+    launch = _choose_linear(weight, x_TK.itemsize, block_shared_bytes(x_TK.device))
     codes = weight.storage
-    _linear_kernel[(triton.cdiv(num_out, launch.block_n),)](
+    grid = (triton.cdiv(num_out, launch.block_n),)
+    launcher(_linear_kernel, grid, "linear", weight.format)(
         x_TK,
         x_TK if norm_weight_K is None else norm_weight_K,
         codes,

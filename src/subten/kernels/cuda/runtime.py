@@ -14,14 +14,14 @@ import importlib
 import importlib.resources
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from subten.config import cache_dir
-from subten.device import detect, has_gpu, on_device
+from subten.device import block_shared_bytes, detect, has_gpu, on_device
 from subten.files import write_whole
 
 logger = logging.getLogger(__name__)
@@ -203,27 +203,13 @@ def launch(
     run(grid, block, args, shared_bytes=shared_bytes, pdl=pdl, cluster=cluster)
 
 
-BLOCK_SHARED_KIB: Mapping[tuple[int, int], int] = {
-    (8, 0): 163,
-    (8, 7): 163,
-    (9, 0): 227,
-    (10, 0): 227,
-    (10, 3): 227,
-    (11, 0): 227,
-}
-"""Shared memory that a block may have, by compute capability; 99 on all others from 8.0 on (CUDA
-C++ Programming Guide, Technical Specifications per Compute Capability)."""
-
 STATIC_BYTES = 1024
-"""Of that, what kernels declare at most where they do not say more."""
+"""What kernels declare of a block's shared memory at most, where they do not say more."""
 
 
-@functools.cache
 def max_shared_bytes(device: torch.device) -> int:
     """Dynamic shared memory that a block on `device` may have; a CPU stands in for sm_90."""
-    is_gpu = device.type == "cuda"
-    capability: tuple[int, int] = detect(str(device)).capability if is_gpu else (9, 0)
-    return 1024 * BLOCK_SHARED_KIB.get(capability, 99) - STATIC_BYTES
+    return block_shared_bytes(device) - STATIC_BYTES
 
 
 @functools.cache
