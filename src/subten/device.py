@@ -114,6 +114,20 @@ def free_memory_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
+def is_lost(device: torch.device) -> bool:
+    """Whether `device` fails at everything, as CUDA does from a kernel's fault to a process's end.
+
+    Other errors, want of memory above all, leave it as it was. Waits for what the GPU computes.
+    """
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
 def _ram_bytes() -> int:
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -166,10 +166,26 @@ def test_a_full_queue_says_so_at_once(slow_server):
         stream.cut()
     for thread in more:
         thread.join(30)
-    # One more answer than there is room for, though nobody waits.
-    assert server.request("POST", "/v1/completions", LONG | {"n": 8})[0] == 429
-    assert growth.ends("rejected") == 1 + 8
-    assert growth["request_accepted_total"] == 4 + 3 + 1 + 8
+    assert growth.ends("rejected") == 1
+    assert growth["request_accepted_total"] == 4 + 3 + 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"n": 8}, "n"), ({"prompt": ["a"] * 4, "n": 2}, "n"), ({"prompt": ["a"] * 8}, "prompt")],
+)
+def test_more_answers_than_there_is_ever_room_for(slow_server, fields, param):
+    growth = Growth(slow_server)
+    body = LONG | {"max_tokens": 2} | fields
+    status, headers, text = slow_server.request("POST", "/v1/completions", body)
+    assert status == 400
+    assert "retry-after" not in headers
+    error = json.loads(text)["error"]
+    assert error["param"] == param
+    assert "got 8 answers" in error["message"] and "at most 7" in error["message"]
+    assert growth["request_accepted_total"] == 0
+    # As many as there is room for, though four run at a time.
+    slow_server.complete(["a"] * 7, max_tokens=2)
 
 
 def test_a_killed_engine(slow_server):

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from subten.core import PAGE_SIZE, LogitsMask, OverloadError, Request, TokenEvent, UserError
+from subten.device import is_lost
 from subten.engine.engine import RequestRecord
 from subten.engine.llm import LLM
 from subten.serve import ipc
@@ -23,7 +24,7 @@ BEAT_S = 0.5
 STATUS_S = 0.1
 CACHE_S = 1.0
 MAX_FAILED_STEPS = 3
-"""Steps that may fail in a row; after that the device is taken to be lost."""
+"""Steps that fail in a row until the engine ends; where its device is lost the first one does."""
 END_GRACE_S = 3.0
 
 
@@ -121,6 +122,7 @@ class EngineLoop:
     def _step(self) -> None:
         stats = self._engine.stats
         began_s, num_before = time.perf_counter(), stats.num_computed_tokens
+        num_steps = stats.num_steps
         num_running = len(self._engine.scheduler.running)
         try:
             events = self._engine.step()
@@ -128,10 +130,13 @@ class EngineLoop:
             # Its requests have ended, and the next step tells; the others can go on.
             logger.exception("a step failed")
             self._num_failed_steps += 1
-            if self._num_failed_steps >= MAX_FAILED_STEPS:
+            is_over = self._num_failed_steps >= MAX_FAILED_STEPS
+            if is_over or is_lost(self._llm.device.torch_device):
                 raise
             return
-        self._num_failed_steps = 0
+        # A step that only told of ends has shown nothing of the device.
+        if stats.num_steps > num_steps:
+            self._num_failed_steps = 0
         self._note_starts(began_s)
         items = [self._token(event) for event in events]
         num_computed = stats.num_computed_tokens - num_before

@@ -75,10 +75,16 @@ def main() -> None:
         message = str(error) if is_user_error else f"{type(error).__name__}: {error}"
         channel.send(ipc.Failed(message=message, is_user_error=is_user_error))
         sys.exit(2)
-    serve(channel, llm, roof_bytes_per_s)
-    # The kernel frees all there is, at once and without a word of the libraries about leaks.
+    code = 0
+    try:
+        serve(channel, llm, roof_bytes_per_s)
+    except Exception:
+        logger.exception("the engine ends")
+        code = 1
+    # The kernel frees all there is, at once and without a word of the libraries about leaks; on a
+    # device that is lost they might not come to an end either.
     logging.shutdown()
-    os._exit(0)
+    os._exit(code)
 
 
 def first_message(channel: Channel) -> ipc.Start:

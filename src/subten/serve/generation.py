@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from subten.core import PAGE_SIZE, FinishReason, SamplingParams, TokenLogprobs
 from subten.engine.stop import Detokenizer, NoText, TextOutput
 from subten.serve import ipc
-from subten.serve.errors import ApiError
+from subten.serve.errors import ApiError, bad_field
 from subten.serve.metrics import Metrics
 from subten.serve.supervisor import EngineFault, EngineState, StreamEvent, Supervisor
 from subten.tokenizer import Tokenizer
@@ -116,8 +116,15 @@ class Generator:
         )
 
     def start(self, job: Job) -> Generation:
-        """Send a job to the engine; ApiError 429 or 503 where it cannot be taken now."""
+        """Send a job to the engine; ApiError 400 where it has more answers than ever can wait and
+        run, 429 or 503 where it cannot be taken now."""
         num_choices = len(job.prompts) * job.n
+        if num_choices > self._max_live:
+            raise bad_field(
+                "n" if job.n > 1 else "prompt",
+                f"got {num_choices} answers, prompts times n; allowed here: at most "
+                f"{self._max_live}, which run or wait at a time",
+            )
         self.metrics.accepted.inc(num_choices)
         try:
             self.check_ready()

@@ -89,8 +89,10 @@ async def prompts_of(context: Context, body: CompletionBody) -> list[list[int]]:
         named = [("prompt", prompt)]
     else:
         named = [(f"prompt.{index}", part) for index, part in enumerate(prompt)]
-    if len(named) * (body.n or 1) > MAX_CHOICES:
-        raise bad_field("n", f"allowed: at most {MAX_CHOICES} answers, prompts times n")
+    num_choices = len(named) * (body.n or 1)
+    if num_choices > MAX_CHOICES:
+        message = f"got {num_choices} answers, prompts times n; allowed: at most {MAX_CHOICES}"
+        raise bad_field("n", message)
     found = []
     for param, part in named:
         if isinstance(part, str):

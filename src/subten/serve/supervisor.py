@@ -33,12 +33,14 @@ class EngineState(enum.StrEnum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WatchLimits:
     """Seconds: without a word until the engine counts as frozen, of one step until it does, of
-    the shortest and longest wait before a restart, and until a stopped engine is killed."""
+    the shortest and longest wait before a restart, that it may take to load again, and until a
+    stopped engine is killed."""
 
     silence_s: float = 5.0
     step_s: float = 120.0
     restart_s: float = 0.5
     max_restart_s: float = 30.0
+    load_s: float = 3600.0
     stop_s: float = 4.0
 
 
@@ -53,15 +55,22 @@ StreamEvent = ipc.TokenOut | ipc.Refused | EngineFault
 Sink = Callable[[StreamEvent], None]
 
 
-class _Connection(asyncio.Protocol):
-    """Cuts what the engine sends into messages."""
+class _Engine(asyncio.Protocol):
+    """One engine process and the server's end of the socket to it; once closed it is not heard."""
 
-    def __init__(self, take: Callable[[ipc.FromEngine], None], lost: Callable[[], None]) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], take: Callable[[ipc.FromEngine], None]
+    ) -> None:
+        self.process = process
+        self.transport: asyncio.WriteTransport | None = None
+        self.started: asyncio.Future[ipc.Ready] = asyncio.get_running_loop().create_future()
+        self.has_ended = asyncio.Event()
+        self._is_closed = False
         self._frames = ipc.FrameReader(ipc.FROM_ENGINE_BYTES)
         self._take = take
-        self._lost = lost
 
     def data_received(self, data: bytes) -> None:
+        """Cut what the engine sends into messages."""
         for frame in self._frames.feed(data):
             try:
                 if isinstance(frame, ipc.IpcError):
@@ -70,10 +79,40 @@ class _Connection(asyncio.Protocol):
             except ipc.IpcError as error:
                 logger.error("a message of the engine that cannot be read was dropped: %s", error)
                 continue
-            self._take(message)
+            if self._is_closed:
+                return
+            if isinstance(message, ipc.Failed):
+                self._fail(message.message)
+            elif not isinstance(message, ipc.Ready):
+                self._take(message)
+            elif not self.started.done():
+                self.started.set_result(message)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        self._lost()
+        """The engine ended, or this end was closed."""
+        if not self._is_closed:
+            self._fail("engine: it ended while it was loading")
+        self.has_ended.set()
+
+    def send(self, message: ipc.ToEngine) -> None:
+        """Send, unless nobody is there."""
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.write(ipc.pack(message))
+
+    async def close(self, stop_s: float) -> None:
+        """Close the socket and wait for the process to end; after `stop_s` it is killed."""
+        self._is_closed = True
+        if self.transport is not None:
+            self.transport.close()
+        end_s = time.monotonic() + stop_s
+        while self.process.poll() is None:
+            if time.monotonic() >= end_s:
+                self.process.kill()
+            await asyncio.sleep(0.01)
+
+    def _fail(self, message: str) -> None:
+        if not self.started.done():
+            self.started.set_exception(ConfigError(message))
 
 
 class Supervisor:
@@ -94,11 +133,8 @@ class Supervisor:
         self._command = command
         self._limits = limits or WatchLimits()
         self._sinks: dict[str, Sink] = {}
-        self._process: subprocess.Popen[bytes] | None = None
-        self._transport: asyncio.WriteTransport | None = None
-        self._started: asyncio.Future[ipc.Ready] | None = None
-        self._watcher: asyncio.Task[None] | None = None
-        self._restarter: asyncio.Task[None] | None = None
+        self._engine: _Engine | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._heard_s = 0.0
         self._busy_s = 0.0
         self.state = EngineState.STARTING
@@ -110,7 +146,7 @@ class Supervisor:
     @property
     def pid(self) -> int | None:
         """Process id of the engine."""
-        return None if self._process is None else self._process.pid
+        return None if self._engine is None else self._engine.process.pid
 
     @property
     def num_live(self) -> int:
@@ -119,20 +155,22 @@ class Supervisor:
 
     async def start(self) -> ipc.Ready:
         """Start the engine and wait until it serves; ConfigError with its reason if it cannot."""
-        ready = await self._launch()
-        self._watcher = asyncio.create_task(self._watch())
-        return ready
+        engine = await self._launch()
+        self._tasks = [
+            asyncio.create_task(self._keep(engine)),
+            asyncio.create_task(self._watch()),
+        ]
+        assert self.ready is not None
+        return self.ready
 
     async def stop(self) -> None:
         """End the engine and whatever it still serves."""
         self.state = EngineState.STOPPED
-        for task in (self._watcher, self._restarter):
-            if task is not None:
-                task.cancel()
+        for task in self._tasks:
+            task.cancel()
         self.fail_all("the server is stopping")
-        if self._transport is not None:
-            self._transport.close()
-        await self._reap()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._close_engine()
 
     def submit(self, request: ipc.Submit, sink: Sink, *, is_held: bool = False) -> None:
         """Send a request to the engine, or hold it until `release`; only while `state` is READY."""
@@ -154,30 +192,37 @@ class Supervisor:
             self._send(ipc.Cancel(request_ids=live))
 
     def _send(self, message: ipc.ToEngine) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(ipc.pack(message))
+        if self._engine is not None:
+            self._engine.send(message)
 
-    async def _launch(self) -> ipc.Ready:
-        loop = asyncio.get_running_loop()
+    async def _launch(self) -> _Engine:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
+        ours.setblocking(False)
+        try:
             # From the loop's thread: the kernel ends the engine with the thread that started it.
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [*self._command, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
-        ours.setblocking(False)
-        started = self._started = loop.create_future()
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        engine = self._engine = _Engine(process, self._take)
         self._heard_s, self._busy_s = time.monotonic(), 0.0
-        self._transport, _ = await loop.create_unix_connection(
-            lambda: _Connection(self._take, self._lost), sock=ours
-        )
-        self._send(self._start_message)
-        self.ready = await started
+        loop = asyncio.get_running_loop()
+        engine.transport, _ = await loop.create_unix_connection(lambda: engine, sock=ours)
+        engine.send(self._start_message)
+        self.ready = await engine.started
         self.state = EngineState.READY
         self._heard_s = time.monotonic()
-        return self.ready
+        return engine
+
+    async def _close_engine(self) -> None:
+        if self._engine is not None:
+            await self._engine.close(self._limits.stop_s)
 
     def _take(self, message: ipc.FromEngine) -> None:
         self._heard_s = time.monotonic()
@@ -191,11 +236,6 @@ class Supervisor:
             self.status = message
         elif isinstance(message, ipc.Refused):
             self._pass_on(message.request_id, message, is_last=True)
-        elif self._started is not None and not self._started.done():
-            if isinstance(message, ipc.Ready):
-                self._started.set_result(message)
-            else:
-                self._started.set_exception(ConfigError(message.message))
 
     def _pass_on(self, request_id: str, event: StreamEvent, *, is_last: bool) -> None:
         sink = self._sinks.get(request_id)
@@ -206,32 +246,35 @@ class Supervisor:
             del self._sinks[request_id]
         sink(event)
 
-    def _lost(self) -> None:
-        if self.state is EngineState.STOPPED:
-            return
-        if self._started is not None and not self._started.done():
-            self._started.set_exception(ConfigError("engine: it ended while it was loading"))
-            return
-        logger.error("the engine ended")
-        self.state = EngineState.DEAD
-        self.status = None
-        self.fail_all("the engine ended")
-        self._restarter = asyncio.create_task(self._restart())
+    async def _keep(self, engine: _Engine) -> None:
+        """Start the engine again whenever it ends."""
+        while True:
+            await engine.has_ended.wait()
+            logger.error("the engine ended")
+            self.state = EngineState.DEAD
+            self.status = None
+            self.fail_all("the engine ended")
+            engine = await self._restart()
 
-    async def _restart(self) -> None:
+    async def _restart(self) -> _Engine:
         wait_s = self._limits.restart_s
         while True:
-            await self._reap()
+            await self._close_engine()
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, self._limits.max_restart_s)
             self.num_restarts += 1
             try:
-                await self._launch()
-            except ConfigError as error:
-                logger.error("the engine could not be started again: %s", error)
-                continue
-            logger.warning("the engine was started again")
-            return
+                async with asyncio.timeout(self._limits.load_s):
+                    engine = await self._launch()
+            except TimeoutError:
+                logger.error("the engine has not loaded in %g s", self._limits.load_s)
+            # Memory, processes or files that are short now may not be so later.
+            except Exception as error:  # noqa: BLE001
+                kind = type(error).__name__
+                logger.error("the engine could not be started again: %s: %s", kind, error)
+            else:
+                logger.warning("the engine was started again")
+                return engine
 
     async def _watch(self) -> None:
         """Notice an engine that stands still, and one that moves again."""
@@ -260,14 +303,3 @@ class Supervisor:
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             sink(EngineFault(message))
-
-    async def _reap(self) -> None:
-        """Wait for the process to end, and kill it if it does not."""
-        process = self._process
-        if process is None:
-            return
-        try:
-            await asyncio.to_thread(process.wait, self._limits.stop_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            await asyncio.to_thread(process.wait)
