@@ -182,7 +182,7 @@ class Tokenizer:
         return ids
 
     def encode_part(self, text: str) -> list[int]:
-        """Token ids of a piece of a longer text: never adds a token."""
+        """Token ids without BOS; some vocabularies put a space before each text they encode."""
         return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     def encode_chat(

@@ -152,7 +152,7 @@ def test_schemas_that_cannot_be_followed(client, schema):
     assert caught.value.param == "response_format.json_schema.schema"
 
 
-CHOICES = ["a/b", 'c"d\\', f"e\nf {GENE}", "a", "%ignore"]
+CHOICES = ["a/b", 'c"d\\', f"e\nf {GENE}", "a", "%ignore", "\x7f\x80\u2028"]
 
 
 @pytest.mark.parametrize(

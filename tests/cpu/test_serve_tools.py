@@ -20,9 +20,11 @@ from scripted import byte_tokenizer
 from serving import KEY, MODEL, Server
 from tokenizers import AddedToken
 
-from subten.serve.grammar import Grammar, GrammarChecker, of_strict_calls
+from subten.serve import tool_calls
+from subten.serve.grammar import Grammar, GrammarChecker, of_call, of_strict_calls
+from subten.serve.masks import byte_tokenizer as grammar_tokenizer
 from subten.serve.masks import make_tokenizer, new_matcher
-from subten.serve.protocol import ToolSpec
+from subten.serve.protocol import NamedTool, ToolSpec
 from subten.serve.tool_calls import FORMS, ToolCallReader, form_of
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -66,6 +68,9 @@ CASES = [
     ("llama3_json", '{"name": "Ada", "age": 9}', '{"name": "Ada", "age": 9}', 0),
     ("llama3_json", f"{LLAMA} and so on", f"{LLAMA} and so on", 0),
     ("llama3_json", "  ", "  ", 0),
+    ("llama3_json", f'{{"note": "{"x" * 220}", {LLAMA[1:]}', None, 0),
+    ("llama3_json", f"{{{' ' * 220}{LLAMA[1:]}", "", 1),
+    ("llama3_json", f'{{"note": 1, {LLAMA[1:]}{TAG}{LLAMA}', f'{{"note": 1, {LLAMA[1:]}', 1),
 ]
 
 
@@ -87,9 +92,31 @@ def read(form: str, text: str, size: int) -> tuple[str, list[Any]]:
 def test_calls_are_found_however_the_text_is_split(form, text, shown, num_calls):
     for size in (1, 2, 7, 10_000):
         found_text, calls = read(form, text, size)
-        assert found_text == shown
+        assert found_text == (text if shown is None else shown)
         assert [call.name for call in calls] == ["add"] * num_calls
         assert all(json.loads(call.arguments) == {"x": 1} for call in calls)
+
+
+PARTS = [
+    *(OPEN, CLOSE, MARK, TAG, CALL, LLAMA, f"[{CALL}]", "[ARGS]", "[CALL_ID]abc", "add", ";", " "),
+    *("\n", "text", "<", "</", "<tool_", "[", "{", '"', "}", '{"x": 1}', '{"a": 1}', "x" * 30),
+    '{"type": "function", "name": "add", "parameters": {"x": 1}}',
+    f'{{"note": 1, {LLAMA[1:]}',
+    *(OPEN, CLOSE, MARK, TAG, CALL.replace("1", "1" * 100)) * 3,
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_random_texts_are_read_alike_whole_and_in_pieces(form, monkeypatch):
+    # Short enough that some of them are too long for a call.
+    monkeypatch.setattr(tool_calls, "MAX_CALL_CHARS", 100)
+    rng = random.Random()
+    for _ in range(3000):
+        text = "".join(rng.choices(PARTS, k=rng.randrange(1, 9)))
+        whole = ToolCallReader(FORMS[form])
+        found, rest = whole.push(text), whole.flush()
+        expected = found.text + rest.text, found.calls + rest.calls
+        assert read(form, text, rng.choice((1, 3, 20))) == expected, text
 
 
 @pytest.mark.parametrize(
@@ -249,6 +276,67 @@ def test_strict_grammars_take_a_form_and_its_arguments_alone(form, marks, call):
     assert not takes("c")
     assert follows(form, special, ["just text, {and} [more]"])
     assert follows(form, special, [])
+
+
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+POINT |= {"additionalProperties": False}
+LOCAL_REFS = {
+    "$defs": ({"p": {"$ref": "#/$defs/P"}}, {"$defs": {"P": POINT}}),
+    "definitions": ({"p": {"$ref": "#/definitions/P"}}, {"definitions": {"P": POINT}}),
+    "chain": (
+        {"p": {"anyOf": [{"$ref": "#/$defs/Q"}]}},
+        {"$defs": {"P": POINT, "Q": {"$ref": "#/$defs/P"}}},
+    ),
+    "property": ({"p": {"$ref": "#/properties/q"}, "q": POINT}, {}),
+    "escaped": ({"p": {"$ref": "#/$defs/a%20~1b"}}, {"$defs": {"a /b": POINT}}),
+    "anchor": ({"p": {"$ref": "#P"}}, {"$defs": {"P": POINT | {"$anchor": "P"}}}),
+    "$id": ({"p": {"$ref": "#/$defs/P"}}, {"$defs": {"P": POINT}, "$id": "https://x.example/y"}),
+    "named as keys": (
+        {
+            "p": {"$ref": "#/$defs/const"},
+            "$ref": {"type": "integer"},
+            "enum": {"$ref": "#/$defs/e"},
+        },
+        {"$defs": {"const": POINT, "e": {"enum": [{"$ref": "#"}]}}},
+    ),
+}
+
+
+def takes_call(grammar: Grammar, text: str) -> bool:
+    matcher = new_matcher(grammar_tokenizer(), grammar.text)
+    return all(matcher.consume_token(byte) for byte in text.encode()) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("num_functions", [1, 2])
+@pytest.mark.parametrize("refs", LOCAL_REFS)
+def test_a_functions_schema_may_refer_to_itself(refs, num_functions):
+    properties, more = LOCAL_REFS[refs]
+    parameters = {"type": "object", "properties": properties, "required": ["p"]}
+    function = {"name": "add", "parameters": parameters | more, "strict": True}
+    functions = [{"name": "other"}, function][-num_functions:]
+    tools = [ToolSpec.model_validate({"type": "function", "function": f}) for f in functions]
+    choice = {"type": "function", "function": {"name": "add"}}
+    good = json.dumps({"name": "add", "arguments": {"p": {"x": 1}}})
+    for asked in ("required", NamedTool.model_validate(choice)):
+        grammar = of_call(tools, asked)
+        assert takes_call(grammar, good)
+        assert not takes_call(grammar, good.replace("1", '"a"'))
+    strict = of_strict_calls(tools, FORMS["hermes"], {})
+    assert strict is not None
+    assert takes_call(strict, OPEN + good + CLOSE)
+    assert not takes_call(strict, OPEN + good.replace("1", '"a"') + CLOSE)
+    if refs == "named as keys":
+        odd = {"p": {"x": 1}, "$ref": 1, "enum": {"$ref": "#"}}
+        assert takes_call(of_call(tools, "required"), json.dumps({"name": "add", "arguments": odd}))
+
+
+def test_a_schema_of_trees_means_itself_and_not_the_call():
+    tree = {"type": "object", "properties": {"c": {"type": "array", "items": {"$ref": "#"}}}}
+    function = {"name": "add", "parameters": tree | {"additionalProperties": False}}
+    tools = [ToolSpec.model_validate({"type": "function", "function": function})]
+    good = json.dumps({"name": "add", "arguments": {"c": [{"c": []}, {}]}})
+    assert takes_call(of_call(tools, "required"), good)
+    assert not takes_call(of_call(tools, "required"), good.replace("{}", good))
 
 
 ANSWERS = {

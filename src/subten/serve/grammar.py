@@ -31,6 +31,12 @@ BYTES_END = 256
 """The end token of the vocabulary in which grammars are tried."""
 _MODULE = "subten.serve.grammar_process"
 _TOKEN_ID = re.compile(r"<\[\d+\]>")
+_NAMED_SCHEMAS = frozenset(
+    {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
+)
+"""Keys of a schema whose values have schemas under names of the caller's."""
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+"""Keys of a schema whose values are no schemas."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,9 +142,8 @@ def of_structured_outputs(asked: StructuredOutputs | None) -> Grammar | None:
     if asked.grammar is not None:
         return Grammar(kind="lark", value=asked.grammar, param=f"{param}.grammar")
     assert asked.choice is not None
-    # Strings of Lark are those of JSON.
-    texts = (json.dumps(text, ensure_ascii=False) for text in asked.choice)
-    return Grammar(kind="lark", value="start: " + " | ".join(texts), param=f"{param}.choice")
+    texts = " | ".join(map(_lark_string, asked.choice))
+    return Grammar(kind="lark", value=f"start: {texts}", param=f"{param}.choice")
 
 
 def of_call(tools: list[ToolSpec], choice: str | NamedTool) -> Grammar:
@@ -189,6 +194,11 @@ def _strict_rules(
     return [f"start: rest | text call ({ids[form.open]} call)*", text, f"call: {calls}"]
 
 
+def _lark_string(text: str) -> str:
+    """Strings of Lark are those of JSON, but for the one control character that JSON lets stand."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def _escaped(mark: str) -> str:
     return re.sub(r"([/\[\]|])", r"\\\1", mark)
 
@@ -196,8 +206,10 @@ def _escaped(mark: str) -> str:
 def _call(functions: list[FunctionSpec], *, key: str = "arguments") -> dict[str, Any]:
     """The schema of a call of one of the functions."""
     calls = []
-    for function in functions:
-        properties = {"name": {"const": function.name}, key: _parameters(function)}
+    for index, function in enumerate(functions):
+        place = "#" if len(functions) == 1 else f"#/anyOf/{index}"
+        parameters = _moved(_parameters(function), f"{place}/properties/{key}")
+        properties = {"name": {"const": function.name}, key: parameters}
         calls.append(
             {
                 "type": "object",
@@ -211,6 +223,24 @@ def _call(functions: list[FunctionSpec], *, key: str = "arguments") -> dict[str,
 
 def _parameters(function: FunctionSpec) -> dict[str, Any]:
     return function.parameters or {"type": "object", "properties": {}}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema with its references to itself as they are where it stands at `place` of another."""
+    if isinstance(schema, list):
+        return [_moved(part, place) for part in schema]
+    # Below an identifier of its own a schema's references begin there, wherever it stands.
+    if not isinstance(schema, dict) or isinstance(schema.get("$id"), str):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and re.match("#(/|$)", value):
+            found[key] = place + value[1:]
+        elif key in _NAMED_SCHEMAS and isinstance(value, dict):
+            found[key] = {name: _moved(part, place) for name, part in value.items()}
+        else:
+            found[key] = value if key in _VALUES else _moved(value, place)
+    return found
 
 
 def _json(schema: dict[str, Any], param: str) -> Grammar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import llguidance
 import numpy as np
 import numpy.typing as npt
+
+_BEFORE = "\x02"
+"""Encoded before a text, as some vocabularies add a space at a start; no merge has it."""
 
 
 class GrammarError(ValueError):
@@ -63,7 +67,11 @@ def new_matcher(tokenizer: Any, grammar: str) -> Any:
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokenizer; `encode` spells the text that a schema forces."""
+    """What llguidance asks of a tokenizer.
+
+    `encode` spells the text that a grammar forces, as the model itself would go on with it. Where
+    that spells another text (a normalizer's, a special token), the longest tokens do.
+    """
 
     def __init__(
         self,
@@ -78,12 +86,46 @@ class _Vocabulary:
         self.bos_token_id = None
         self.special_token_ids = list(special_ids)
         self._encode = encode
+        self._num_before = len(encode(_BEFORE))
 
     def __call__(self, text: str) -> list[int]:
         """Token ids of a text; TypeError for bytes, which llguidance tries first."""
         if not isinstance(text, str):
             raise TypeError(type(text))
-        return self._encode(text)
+        data = text.encode()
+        token_ids = self._encode(_BEFORE + text)[self._num_before :]
+        is_plain = not any(token_id in self._special for token_id in token_ids)
+        if is_plain and b"".join(map(self._bytes_of, token_ids)) == data:
+            return token_ids
+        return self._longest(data)
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        return self.tokens[token_id] if token_id < len(self.tokens) else b""
+
+    def _longest(self, data: bytes) -> list[int]:
+        """The longest token that begins the text, then the next one; bytes of no token are left."""
+        token_ids, place = [], 0
+        while place < len(data):
+            ends = range(min(len(data), place + self._max_bytes), place, -1)
+            end = next((end for end in ends if data[place:end] in self._id_of), None)
+            if end is None:
+                break
+            token_ids.append(self._id_of[data[place:end]])
+            place = end
+        return token_ids
+
+    @functools.cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(self.special_token_ids)
+
+    @functools.cached_property
+    def _id_of(self) -> dict[bytes, int]:
+        plain = (i for i in range(len(self.tokens)) if i not in self._special)
+        return {self.tokens[token_id]: token_id for token_id in plain if self.tokens[token_id]}
+
+    @functools.cached_property
+    def _max_bytes(self) -> int:
+        return max(map(len, self._id_of), default=0)
 
 
 def make_tokenizer(

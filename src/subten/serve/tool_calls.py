@@ -24,6 +24,8 @@ from subten.tokenizer import Tokenizer
 
 MAX_CALL_CHARS = 2**18
 """A longer call is taken for text."""
+HEAD_CHARS = 200
+"""Within these the first key of a call without marks tells that it may be one."""
 _ID_CHARS = string.ascii_letters + string.digits
 _CALL_KEYS = frozenset({"name", "parameters", "arguments", "type"})
 _NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
@@ -86,13 +88,16 @@ class CallForm:
 class ToolCallReader:
     """Finds calls in a text that comes in pieces; each character is looked at a few times.
 
-    Without a form the whole text is one call without marks, as a forced one is.
+    What is found does not depend on where pieces begin. Without a form the whole text is one call
+    without marks, as a forced one is.
     """
 
     def __init__(self, form: CallForm | None) -> None:
         self._form = form
         self._held: list[str] = []
         self._num_held = 0
+        self._head = ""
+        self._is_no_call = False
         self._tail = ""
         self._opened = ""
         self._is_inside = form is None
@@ -126,9 +131,9 @@ class ToolCallReader:
                 self._finish(found, mark=self._form.close)
             self._is_inside = is_between or not self._is_inside
             self._opened = self._form.open if self._is_inside else ""
-        if self._is_inside and not self._can_be_a_call():
+        if self._is_inside and not self._is_no_call and not self._can_be_a_call():
             found.text += self._opened + self._take_held()
-            self._is_inside = False
+            self._opened, self._is_no_call = "", True
         return found
 
     def flush(self) -> Found:
@@ -142,33 +147,36 @@ class ToolCallReader:
         return found
 
     def _keep(self, text: str, found: Found) -> None:
-        if self._is_inside:
+        if self._is_inside and not self._is_no_call:
             self._held.append(text)
             self._num_held += len(text)
+            if len(self._head) < HEAD_CHARS:
+                self._head = (self._head + text)[:HEAD_CHARS]
         else:
             found.text += text
 
     def _finish(self, found: Found, *, mark: str) -> None:
-        text = self._take_held()
+        can_be_a_call = self._can_be_a_call()
+        text, self._is_no_call = self._take_held(), False
         parse = parse_objects if self._form is None else self._form.parse
-        calls = parse(text)
+        calls = parse(text) if can_be_a_call else None
         if calls is None:
             found.text += self._opened + text + mark
         else:
             found.calls += calls
 
     def _can_be_a_call(self) -> bool:
-        if self._num_held > MAX_CALL_CHARS:
-            return False
-        if self._opened or self._num_held > 200:
+        if self._form is None:
             return True
+        if self._is_no_call or self._num_held > MAX_CALL_CHARS:
+            return False
         # An answer in JSON that is no call need not wait for its end.
-        key = _FIRST_KEY.match("".join(self._held))
+        key = None if self._opened else _FIRST_KEY.match(self._head)
         return key is None or key[1] in _CALL_KEYS
 
     def _take_held(self) -> str:
         text = "".join(self._held)
-        self._held, self._num_held = [], 0
+        self._held, self._num_held, self._head = [], 0, ""
         return text
 
 
