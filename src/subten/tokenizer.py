@@ -40,6 +40,13 @@ _CONTROL_TOKEN, _USER_TOKEN = 3, 4
 _REPLACEMENT = "\ufffd"
 
 
+LONG_TEXT = 2000
+"""More characters, or tokens, are encoded and decoded while other threads of Python run.
+
+The backend lets them in its calls for several texts alone, whose first one starts its own threads.
+"""
+
+
 class Tokenizer:
     """A `tokenizers` tokenizer with what a language model adds to it: end ids and a chat template.
 
@@ -177,14 +184,21 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, with one BOS where the tokenizer adds one."""
-        ids = list(self.backend.encode(text).ids)
+        ids = self._encode(text, add_special_tokens=True)
         if self.adds_bos and ids[1:2] == [self.bos_token_id]:
             return ids[1:]
         return ids
 
     def encode_part(self, text: str) -> list[int]:
         """Token ids of a piece of a longer text: never adds a token."""
-        return list(self.backend.encode(text, add_special_tokens=False).ids)
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        backend, options = self.backend, {"add_special_tokens": add_special_tokens}
+        if len(text) <= LONG_TEXT:
+            return list(backend.encode(text, **options).ids)
+        [found] = backend.encode_batch_fast([text], **options)
+        return list(found.ids)
 
     def encode_chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True
@@ -204,7 +218,10 @@ class Tokenizer:
             characters = _Characters(self, skip_special_tokens=skip_special_tokens)
             whole = itertools.chain.from_iterable(map(characters.push, ids))
             ids = [*whole, *characters.flush()]
-        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        if len(ids) <= LONG_TEXT:
+            return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        [text] = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def stream(
         self,

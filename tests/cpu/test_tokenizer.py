@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -326,3 +328,30 @@ def test_special_tokens_may_be_shown_one_by_one() -> None:
     stream = tokenizer.stream(shown={bos})
     pieces = [stream.push(token) for token in (bos, x, eos, bos, leading, 6 + 0xC3, bos)]
     assert pieces == ["<s>", " x", "", "<s>", " leading", "", "\ufffd<s>"]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_long_texts_are_as_short_ones(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]()
+    text = "x leading\u20ac" * 50
+    found = []
+    for longest in (0, 10**9):
+        monkeypatch.setattr("subten.tokenizer.LONG_TEXT", longest)
+        ids = [tokenizer.encode(text), tokenizer.encode_part(text)]
+        ids += [[*ids[0], 4, *range(tokenizer.vocab_size)]]
+        found.append((ids, [tokenizer.decode(some) for some in ids]))
+    assert found[0] == found[1]
+
+
+def test_long_texts_leave_other_threads_running(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("the cat in 12 ") * 20_000
+    text = tokenizer.decode(ids)
+    for work in (lambda: tokenizer.encode(text), lambda: tokenizer.decode(ids)):
+        thread = threading.Thread(target=work)
+        num_turns = 0
+        began_s = time.perf_counter()
+        thread.start()
+        while thread.is_alive():
+            time.sleep(0.001)
+            num_turns += 1
+        assert num_turns > 10, time.perf_counter() - began_s

@@ -81,8 +81,7 @@ async def detokenize(context: Context, request: Request) -> Response:
     body = await read_body(DetokenizeBody, request)
     context.check_model(body.model)
     context.check_ids(body.tokens, param="tokens")
-    tokenizer = context.need_tokenizer("tokens")
-    return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    return json_response({"prompt": await context.decode(body.tokens, param="tokens")})
 
 
 def _model(context: Context, name: str) -> dict[str, Any]:
