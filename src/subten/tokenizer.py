@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
+import functools
+import itertools
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,13 @@ _GGUF_PRE: dict[str, str | None] = {
 }
 _CONTROL_TOKEN, _USER_TOKEN = 3, 4
 _REPLACEMENT = "\ufffd"
-_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+
+
+LONG_TEXT = 2000
+"""More characters, or tokens, are encoded and decoded while other threads of Python run.
+
+The backend lets them in its calls for several texts alone, whose first one starts its own threads.
+"""
 
 
 class Tokenizer:
@@ -176,14 +184,21 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain prompt, with one BOS where the tokenizer adds one."""
-        ids = list(self.backend.encode(text).ids)
+        ids = self._encode(text, add_special_tokens=True)
         if self.adds_bos and ids[1:2] == [self.bos_token_id]:
             return ids[1:]
         return ids
 
     def encode_part(self, text: str) -> list[int]:
         """Token ids without BOS; some vocabularies put a space before each text they encode."""
-        return list(self.backend.encode(text, add_special_tokens=False).ids)
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        backend, options = self.backend, {"add_special_tokens": add_special_tokens}
+        if len(text) <= LONG_TEXT:
+            return list(backend.encode(text, **options).ids)
+        [found] = backend.encode_batch_fast([text], **options)
+        return list(found.ids)
 
     def encode_chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True
@@ -199,24 +214,55 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
-        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        if self.byte_ids:
+            characters = _Characters(self, skip_special_tokens=skip_special_tokens)
+            whole = itertools.chain.from_iterable(map(characters.push, ids))
+            ids = [*whole, *characters.flush()]
+        if len(ids) <= LONG_TEXT:
+            return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        [text] = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def stream(
-        self, *, skip_special_tokens: bool = True, context: Sequence[int] = ()
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        shown: Container[int] = (),
+        context: Sequence[int] = (),
     ) -> TextStream:
-        """An incremental detokeniser for what follows the tokens of `context`."""
-        return TextStream(self, skip_special_tokens=skip_special_tokens, context=context)
+        """An incremental detokeniser for what follows the tokens of `context`.
+
+        Special tokens of `shown` are spelled out though the others are skipped.
+        """
+        characters = _Characters(self, skip_special_tokens=skip_special_tokens, shown=shown)
+        return TextStream(self, characters, context)
 
     def token_id(self, token: str) -> int | None:
         """Id of a token by its spelling, or None."""
         found = self.backend.token_to_id(token)
         return None if found is None else int(found)
 
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that texts leave out unless they are asked for."""
+        added = self.backend.get_added_tokens_decoder().items()
+        return frozenset(token_id for token_id, token in added if token.special)
+
+    @functools.cached_property
+    def byte_ids(self) -> tuple[int, ...]:
+        """The tokens that stand for the bytes 0 to 255; empty without byte fallback."""
+        found = [self.token_id(f"<0x{byte:02X}>") for byte in range(256)]
+        known = tuple(token_id for token_id in found if token_id is not None)
+        is_spelled = len(known) == 256 and self.backend.decode([known[ord("A")]]) == "A"
+        return known if is_spelled else ()
+
     def byte_of(self, token_id: int) -> int | None:
         """The byte that a token of byte fallback stands for; None for any other token."""
-        spelled = self.backend.id_to_token(token_id)
-        found = _BYTE_TOKEN.fullmatch(spelled) if spelled else None
-        return int(found[1], 16) if found else None
+        return self._bytes_by_id.get(token_id)
+
+    @functools.cached_property
+    def _bytes_by_id(self) -> dict[int, int]:
+        return {token_id: byte for byte, token_id in enumerate(self.byte_ids)}
 
     def apply_chat_template(
         self, messages: Sequence[Message], add_generation_prompt: bool = True
@@ -268,66 +314,112 @@ class Tokenizer:
 
 
 CONTEXT_TOKENS = 5
-"""Tokens of a prompt that decide how the first token after it is written."""
+"""Tokens of a text that decide how the token after them is written.
+
+Each has a byte at least. So of those that are cut out of a text, three bytes at most are the rest
+of a character, and one that is still open lies within them.
+"""
 
 
 class TextStream:
-    """Text of one sequence as its tokens arrive; the pieces join to `decode` of all ids, but for a
-    character that the end leaves open, which is one U+FFFD.
+    """Text of one sequence as its tokens arrive; the pieces join to `decode` of all ids.
 
     After a `context` they join to what `decode` of both has beyond that of the context: the first
     token of an answer keeps the space that it would drop at the start of a text. A token that ends
-    inside a UTF-8 character waits for the rest of it.
+    inside a UTF-8 character waits for the rest of it. A token costs the same wherever it stands.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, skip_special_tokens: bool, context: Sequence[int] = ()
+        self, tokenizer: Tokenizer, characters: _Characters, context: Sequence[int] = ()
     ) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._ids = list(context[-CONTEXT_TOKENS:])
-        self._start = 0
-        self._read = len(self._ids)
-        if self._decode(0).endswith(_REPLACEMENT):
-            # A character that the context leaves open is no part of what follows it.
-            self._ids, self._read = [], 0
+        self._characters = characters
+        # Without byte tokens a character that is open, or one that is none, decodes to U+FFFD.
+        self._has_open_ends = not tokenizer.byte_ids
+        texts = (token_id for token_id in reversed(context) if characters.has_text(token_id))
+        self._ids: list[int] = []
+        self._num_known = 0
+        for token_id in reversed(list(itertools.islice(texts, CONTEXT_TOKENS))):
+            self._ids += characters.push(token_id)
+        self.flush()
 
     def push(self, token_id: int) -> str:
         """Text that this token completes; empty while a character is open."""
-        self._ids.append(token_id)
-        text = self._decode(self._start)
-        known = self._decode(self._start, self._read)
-        if text.endswith(_REPLACEMENT):
+        ids = self._characters.push(token_id)
+        if not ids:
             return ""
-        piece = text[len(known) :]
-        # Decoding goes on from a token with text before the new one: some vocabularies write a
-        # token differently at the start of a text (a space that the first token drops).
-        if piece:
-            self._start = self._read
-        self._read = len(self._ids)
+        self._ids += ids
+        text = self._sure_text()
+        piece = text[self._num_known :]
+        self._num_known = len(text)
+        if len(self._ids) > 2 * CONTEXT_TOKENS:
+            self._forget()
         return piece
 
     def flush(self) -> str:
         """Text still held back; call at the end of the sequence."""
-        known = self._decode(self._start, self._read)
-        text = self._decode(self._start)
-        self._start = self._read = len(self._ids)
-        return self._with_one_replacement(text[len(known) :])
+        self._ids += self._characters.flush()
+        text = self._text()
+        piece = text[self._num_known :]
+        self._num_known = len(text)
+        if self._sure_text() != text:
+            # A character that ends here is no part of what follows.
+            self._ids, self._num_known = [], 0
+        return piece
 
-    def _with_one_replacement(self, tail: str) -> str:
-        """A character that the end leaves open is one U+FFFD, as the Unicode Standard (3.9,
-        substitution of maximal subparts) has it, where a vocabulary writes one for each byte.
-        """
-        num_open = len(tail) - len(tail.rstrip(_REPLACEMENT))
-        for count in range(min(num_open, 3), 1, -1):
-            each = [self._tokenizer.byte_of(token_id) for token_id in self._ids[-count:]]
-            known = bytes(byte for byte in each if byte is not None)
-            if len(known) == count and known.decode(errors="replace") == _REPLACEMENT:
-                return tail[:-count] + _REPLACEMENT
-        return tail
+    def _forget(self) -> None:
+        """Go on from the last few tokens, and no part of a character."""
+        start = len(self._ids) - CONTEXT_TOKENS
+        while (self._tokenizer.byte_of(self._ids[start]) or 0) & 0xC0 == 0x80:
+            start -= 1
+        del self._ids[:start]
+        self._num_known = len(self._sure_text())
 
-    def _decode(self, start: int, stop: int | None = None) -> str:
-        return self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=self._skip)
+    def _sure_text(self) -> str:
+        """The text that no further token changes: without a character that may be open."""
+        text = self._text()
+        return text[:-1] if self._has_open_ends and text.endswith(_REPLACEMENT) else text
+
+    def _text(self) -> str:
+        return str(self._tokenizer.backend.decode(self._ids, skip_special_tokens=False))
+
+
+class _Characters:
+    """Leaves out tokens without text, and passes tokens of single bytes on by whole characters.
+
+    The backend spells out a run of these byte by byte where one of them is wrong. Here each maximal
+    subpart that is no UTF-8 (Unicode Standard, 3.9) becomes one U+FFFD, and the rest stays text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool, shown: Container[int] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skips = skip_special_tokens
+        self._shown = shown
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def has_text(self, token_id: int) -> bool:
+        """Whether a token adds anything to a text."""
+        if self._skips and token_id in self._tokenizer.special_ids and token_id not in self._shown:
+            return False
+        return bool(self._tokenizer.backend.id_to_token(token_id))
+
+    def push(self, token_id: int) -> list[int]:
+        """Tokens whose text is decided by this one."""
+        if not self.has_text(token_id):
+            return []
+        byte = self._tokenizer.byte_of(token_id)
+        if byte is None:
+            return [*self.flush(), token_id]
+        return self._spelled(self._decoder.decode(bytes([byte])))
+
+    def flush(self) -> list[int]:
+        """What stands for a character that stays open."""
+        return self._spelled(self._decoder.decode(b"", final=True))
+
+    def _spelled(self, text: str) -> list[int]:
+        return [self._tokenizer.byte_ids[byte] for byte in text.encode()]
 
 
 def _byte_level_bpe(tokens: list[str], merges: list[str], pattern: str | None) -> Backend:

@@ -127,5 +127,5 @@ def test_a_body_that_does_not_come_is_given_up(monkeypatch):
 
     request: Any = SimpleNamespace(headers={}, stream=stream)
     with pytest.raises(ApiError) as caught:
-        asyncio.run(asyncio.wait_for(strict_json.read_object(request), 10))
+        asyncio.run(asyncio.wait_for(strict_json.read_bytes(request), 10))
     assert caught.value.status == 408

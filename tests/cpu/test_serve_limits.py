@@ -110,6 +110,15 @@ def test_odd_messages(server, messages):
     assert value["error"]["param"].startswith("messages")
 
 
+@pytest.mark.parametrize("num_chars", [MAX_MODEL_LEN, 5 * MAX_MODEL_LEN, 2**19])
+def test_chats_are_judged_by_their_tokens(server, num_chars):
+    messages = [{"role": "user", "content": "a" * num_chars}]
+    status, value = post(server, {"model": MODEL, "messages": messages}, "/v1/chat/completions")
+    assert status == 400
+    assert value["error"]["code"] == "context_length_exceeded"
+    assert f"got {num_chars + len('user:') + 1} tokens" in value["error"]["message"]
+
+
 NUMBERS = {
     # Case A08.
     "max_tokens": [-1, 1.0, 1.5, "10", True, [], 0],

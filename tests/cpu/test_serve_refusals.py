@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi")
 
+from pydantic import ValidationError
 from serving import KEY, MODEL, TEXTS, Server, children, raw
 from test_serve_limits import BIG, CHAT_NUMBERS, NUMBERS, check_alive, check_error
+
+from subten.serve import protocol
+from subten.serve.errors import ApiError
+from subten.serve.protocol import ChatBody, parse
+from subten.serve.strict_json import OFF_LOOP_BYTES
 
 MAX_GROWTH_MB = 50
 
@@ -114,3 +123,58 @@ def test_python_without_assertions_refuses_as_much(monkeypatch):
         check_alive(server)
     finally:
         assert server.close() == 0
+
+
+MANY = 20_000
+MESSAGE = {"role": "user", "content": "a"}
+UNKNOWN = {f"k{i}": 1 for i in range(MANY)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [{"role": "user", "content": [1] * 600}] * 600}, "messages.0.content.0"),
+        ({"messages": [MESSAGE, *[MESSAGE | UNKNOWN] * 100]}, "messages.1.k0"),
+        ({"messages": [{"role": "wizard"}] * 2048}, "messages.0.role"),
+        ({"messages": [MESSAGE | {"tool_calls": [1] * 128}] * 100}, "messages.0.tool_calls.0"),
+        ({"tools": [{"type": "function", "function": {"name": "a"} | UNKNOWN}] * 99}, "tools.0"),
+        ({"tools": [{"type": "other"}] * 128}, "tools.0.type"),
+        ({"logit_bias": UNKNOWN}, "logit_bias"),
+        ({"logit_bias": {str(i): "x" for i in range(MANY)}}, "logit_bias"),
+        ({"metadata": UNKNOWN}, "metadata"),
+        ({"chat_template_kwargs": UNKNOWN}, "chat_template_kwargs"),
+        ({"stop_token_ids": ["a"] * 256}, "stop_token_ids.0"),
+        ({"structured_outputs": {"choice": [""] * 1024}}, "structured_outputs.choice.0"),
+        ({"stream_options": UNKNOWN}, "stream_options.k0"),
+        (UNKNOWN, "k0"),
+    ],
+)
+def test_of_a_flood_of_errors_few_are_made(fields, param):
+    body = {"model": MODEL, "messages": [MESSAGE]} | fields
+    with pytest.raises(ApiError) as caught:
+        parse(ChatBody, body)
+    assert caught.value.param.startswith(param)
+    assert caught.value.message.startswith(f"{caught.value.param}: ")
+    with pytest.raises(ValidationError) as refused:
+        ChatBody.model_validate(body)
+    assert refused.value.error_count() <= 4
+
+
+def test_large_bodies_are_checked_beside_the_event_loop(monkeypatch):
+    threads = []
+
+    def parse_here(*_args: Any) -> None:
+        threads.append(threading.current_thread())
+
+    monkeypatch.setattr(protocol, "parse", parse_here)
+
+    async def read(size: int) -> None:
+        async def stream() -> Any:
+            yield b'{"a": "' + b"a" * size + b'"}'
+
+        request: Any = SimpleNamespace(headers={}, stream=stream)
+        await protocol.read_body(ChatBody, request)
+
+    for size in (10, OFF_LOOP_BYTES):
+        asyncio.run(read(size))
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]

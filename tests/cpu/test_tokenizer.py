@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -230,3 +232,126 @@ def test_a_character_left_open_by_the_prompt_is_not_the_answers() -> None:
     byte = [6 + value for value in "\u00e9".encode()]
     stream = tokenizer.stream(context=[3, byte[0]])
     assert stream.push(byte[1]) + stream.push(3) == "\ufffdx"
+
+
+class CountingBackend:
+    """A backend that counts the ids that it decodes."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.num_decoded = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        self.num_decoded += len(ids)
+        return self._backend.decode(ids, **options)
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """A vocabulary of bytes and of pieces that begin and end anywhere in a character."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    chars = [chr(byte if byte in plain else next(others)) for byte in range(256)]
+    pieces = ["\u20ac", "\ufffd", " a", "\U0001f600"]
+    spelled = [piece.encode() for piece in pieces]
+    spelled += [b"\x82\xac\xe2", b"\xe2\x82", b"\xf0\x9f", b"\x98", b"\x80a\xf0", b"\xed\xa0"]
+    names = chars + ["".join(chars[byte] for byte in piece) for piece in spelled]
+    backend = Backend(models.BPE(vocab={n: i for i, n in enumerate(names)}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    return Tokenizer(backend, eos_token_ids=[len(names) + 1])
+
+
+TOKENIZERS = {
+    "byte level": byte_level_tokenizer,
+    "strip": lambda: spaced_tokenizer(strips_by_rule=True),
+    "metaspace": lambda: spaced_tokenizer(strips_by_rule=False),
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("skip", [True, False])
+def test_streams_of_all_tokens_join_to_the_whole_text(kind: str, skip: bool) -> None:
+    tokenizer = TOKENIZERS[kind]()
+    rng = random.Random()
+    # Also ids that a model has and its tokenizer does not.
+    everything = range(tokenizer.vocab_size + 3)
+    for _ in range(2000):
+        some = rng.sample(everything, k=rng.choice([1, 2, 5, 100]))
+        ids = rng.choices(some, k=rng.randrange(60))
+        context = rng.choices(some, k=rng.randrange(10))
+        if tokenizer.decode(context, skip_special_tokens=skip).endswith("\ufffd"):
+            context = []
+        stream = tokenizer.stream(skip_special_tokens=skip, context=context)
+        text = "".join(map(stream.push, ids)) + stream.flush()
+        both = tokenizer.decode([*context, *ids], skip_special_tokens=skip)
+        before = tokenizer.decode(context, skip_special_tokens=skip)
+        assert before + text == both, (context, ids)
+
+
+def test_bytes_that_are_no_utf8_spoil_no_others() -> None:
+    tokenizer = spaced_tokenizer(strips_by_rule=True)
+    rng = random.Random()
+    parts = ["\u00e9".encode(), "\U0001f600".encode(), b"\xf0\x9f", b"\x80", b"\xed\xa0\x80", b"a"]
+    for _ in range(300):
+        data = b"".join(rng.choices(parts, k=rng.randrange(12)))
+        ids = [6 + byte for byte in data]
+        assert tokenizer.decode(ids) == data.decode(errors="replace")
+        assert tokenizer.decode([*ids, 2]).endswith(" x" if ids else "x")
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_token_costs_the_same_wherever_it_stands(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]()
+    counting: Any = CountingBackend(tokenizer.backend)
+    tokenizer.backend = counting
+    eos, unknown = tokenizer.eos_token_ids[0], tokenizer.vocab_size
+    odd = range(256) if kind == "byte level" else range(6, 262)
+    repeated = [[eos], [unknown], [eos, odd[0x80]], [odd[0xE2], odd[0x82]], [odd[0xFF]]]
+    repeated += [[token] for token in range(256, tokenizer.vocab_size)]
+    for ids in repeated:
+        stream = tokenizer.stream(context=[3] * 9)
+        before = counting.num_decoded
+        pieces = [stream.push(token) for token in ids * 300]
+        assert counting.num_decoded - before < 50 * len(pieces), ids
+        # Nor is text held back for long.
+        text = "".join(pieces)
+        whole = text + stream.flush()
+        assert len(whole) - len(text) <= 1, ids
+
+
+def test_special_tokens_may_be_shown_one_by_one() -> None:
+    tokenizer = spaced_tokenizer(strips_by_rule=True)
+    _, leading, x, _, bos, eos = range(6)
+    stream = tokenizer.stream(shown={bos})
+    pieces = [stream.push(token) for token in (bos, x, eos, bos, leading, 6 + 0xC3, bos)]
+    assert pieces == ["<s>", " x", "", "<s>", " leading", "", "\ufffd<s>"]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_long_texts_are_as_short_ones(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]()
+    text = "x leading\u20ac" * 50
+    found = []
+    for longest in (0, 10**9):
+        monkeypatch.setattr("subten.tokenizer.LONG_TEXT", longest)
+        ids = [tokenizer.encode(text), tokenizer.encode_part(text)]
+        ids += [[*ids[0], 4, *range(tokenizer.vocab_size)]]
+        found.append((ids, [tokenizer.decode(some) for some in ids]))
+    assert found[0] == found[1]
+
+
+def test_long_texts_leave_other_threads_running(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("the cat in 12 ") * 20_000
+    text = tokenizer.decode(ids)
+    for work in (lambda: tokenizer.encode(text), lambda: tokenizer.decode(ids)):
+        thread = threading.Thread(target=work)
+        num_turns = 0
+        began_s = time.perf_counter()
+        thread.start()
+        while thread.is_alive():
+            time.sleep(0.001)
+            num_turns += 1
+        assert num_turns > 10, time.perf_counter() - began_s

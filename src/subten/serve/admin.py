@@ -11,9 +11,8 @@ from starlette.responses import Response
 from subten import __version__
 from subten.serve.context import Context
 from subten.serve.errors import bad_field, json_response
-from subten.serve.protocol import DetokenizeBody, TokenizeBody, parse
+from subten.serve.protocol import DetokenizeBody, TokenizeBody, read_body
 from subten.serve.requests import template_messages
-from subten.serve.strict_json import read_object
 
 
 def list_models(context: Context) -> Response:
@@ -52,7 +51,7 @@ async def metrics(context: Context) -> Response:
 
 async def tokenize(context: Context, request: Request) -> Response:
     """POST /tokenize: the ids of a text, or of a conversation."""
-    body = parse(TokenizeBody, await read_object(request))
+    body = await read_body(TokenizeBody, request)
     context.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_field("prompt", "allowed: prompt or messages, one of them")
@@ -79,11 +78,10 @@ async def tokenize(context: Context, request: Request) -> Response:
 
 async def detokenize(context: Context, request: Request) -> Response:
     """POST /detokenize: the text of ids, special tokens included."""
-    body = parse(DetokenizeBody, await read_object(request))
+    body = await read_body(DetokenizeBody, request)
     context.check_model(body.model)
     context.check_ids(body.tokens, param="tokens")
-    tokenizer = context.need_tokenizer("tokens")
-    return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+    return json_response({"prompt": await context.decode(body.tokens, param="tokens")})
 
 
 def _model(context: Context, name: str) -> dict[str, Any]:

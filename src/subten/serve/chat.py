@@ -20,7 +20,7 @@ from subten.serve.grammar import (
     of_structured_outputs,
 )
 from subten.serve.logprobs import TokenTexts, chat_logprobs
-from subten.serve.protocol import ChatBody, parse
+from subten.serve.protocol import ChatBody, read_body
 from subten.serve.requests import (
     check_stream_options,
     sampling_params,
@@ -29,13 +29,12 @@ from subten.serve.requests import (
     usage_of,
 )
 from subten.serve.streams import DONE, ChoiceFrame, EventStream, collect, event
-from subten.serve.strict_json import read_object
 from subten.serve.tool_calls import FORMS, Found, FoundCall, ToolCallReader
 
 
 async def create_chat_completion(context: Context, request: Request) -> Response:
     """The assistant's next message in a conversation."""
-    body = parse(ChatBody, await read_object(request))
+    body = await read_body(ChatBody, request)
     context.check_model(body.model)
     context.generator.check_ready()
     has_usage = check_stream_options(body)

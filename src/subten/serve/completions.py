@@ -14,7 +14,7 @@ from subten.serve.errors import bad_field, json_response
 from subten.serve.generation import Generation, Job, Piece
 from subten.serve.grammar import of_structured_outputs
 from subten.serve.logprobs import CompletionLogprobs, TokenTexts
-from subten.serve.protocol import CompletionBody, parse
+from subten.serve.protocol import CompletionBody, read_body
 from subten.serve.requests import (
     check_stream_options,
     prompts_of,
@@ -22,7 +22,6 @@ from subten.serve.requests import (
     usage_of,
 )
 from subten.serve.streams import DONE, ChoiceFrame, EventStream, collect, event
-from subten.serve.strict_json import read_object
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -87,7 +86,7 @@ class _Writer:
 
 async def create_completion(context: Context, request: Request) -> Response:
     """Continue one or several prompts."""
-    body = parse(CompletionBody, await read_object(request))
+    body = await read_body(CompletionBody, request)
     context.check_model(body.model)
     context.generator.check_ready()
     has_usage = check_stream_options(body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import time
 from collections.abc import Sequence
@@ -16,10 +17,7 @@ from subten.serve.grammar import Grammar, GrammarChecker
 from subten.serve.metrics import Metrics
 from subten.serve.templates import ChatTemplates
 from subten.serve.tool_calls import CallForm
-from subten.tokenizer import Tokenizer
-
-OFF_LOOP_CHARS = 2000
-"""Longer texts are encoded beside the event loop."""
+from subten.tokenizer import LONG_TEXT, Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +70,22 @@ class Context:
         return await self.grammars.check(asked)
 
     async def encode(self, text: str, *, param: str, is_part: bool = False) -> list[int]:
-        """Token ids of a text; `is_part` adds no BOS that is not in it."""
+        """Token ids of a text; `is_part` adds no BOS that is not in it.
+
+        Long ones are made beside the event loop.
+        """
         tokenizer = self.need_tokenizer(param)
         encode = tokenizer.encode_part if is_part else tokenizer.encode
-        if len(text) <= OFF_LOOP_CHARS:
+        if len(text) <= LONG_TEXT:
             return encode(text)
         return await asyncio.to_thread(encode, text)
+
+    async def decode(self, token_ids: Sequence[int], *, param: str) -> str:
+        """The text of token ids, special tokens included."""
+        decode = functools.partial(self.need_tokenizer(param).decode, skip_special_tokens=False)
+        if len(token_ids) <= LONG_TEXT:
+            return decode(token_ids)
+        return await asyncio.to_thread(decode, token_ids)
 
     async def encode_chat(self, text: str, *, param: str) -> list[int]:
         """Token ids of a rendered conversation, with one BOS where the tokenizer adds one."""

@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Container, Sequence
 from dataclasses import dataclass, field, replace
 
 from subten.core import PAGE_SIZE, FinishReason, SamplingParams, TokenLogprobs
@@ -37,8 +37,8 @@ class Job:
     n: int = 1
     tenant: str = ""
     grammar: str = ""
-    skip_special_tokens: bool = True
-    shown_tokens: Mapping[int, str] = field(default_factory=dict)
+    shown_tokens: Container[int] = ()
+    """Special tokens that are part of the text, which leaves out the others."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,20 +66,6 @@ class _Choice:
         self.last_s = 0.0
         self.finish: str | None = None
         self.followers: list[ipc.Submit] = []
-
-
-class _Showing:
-    """A detokeniser that spells out some of the special tokens, which the other leaves out."""
-
-    def __init__(self, inner: Detokenizer, texts: Mapping[int, str]) -> None:
-        self._inner = inner
-        self._texts = texts
-        self.flush = inner.flush
-
-    def push(self, token_id: int) -> str:
-        """Text that this token completes."""
-        text = self._texts.get(token_id)
-        return self._inner.push(token_id) if text is None else self._inner.flush() + text
 
 
 class Generator:
@@ -162,10 +148,8 @@ class Generation:
             detokenizer: Detokenizer = (
                 NoText()
                 if tokenizer is None
-                else tokenizer.stream(skip_special_tokens=job.skip_special_tokens, context=prompt)
+                else tokenizer.stream(shown=job.shown_tokens, context=prompt)
             )
-            if job.shown_tokens:
-                detokenizer = _Showing(detokenizer, job.shown_tokens)
             output = TextOutput(detokenizer, job.sampling.stop, min_tokens=job.sampling.min_tokens)
             choice = _Choice(index, str(number), len(prompt), output)
             self._choices.append(choice)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import codecs
 import functools
-import json
 import math
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from subten.core import TokenLogprobs
 from subten.tokenizer import Tokenizer
 
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _LOWEST = -9999.0
 """In place of minus infinity, which JSON does not have; OpenAI's own value."""
 
@@ -22,13 +19,13 @@ class TokenTexts:
     """Bytes and text of single tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self._backend = tokenizer.backend
-        decoder = json.dumps(json.loads(tokenizer.backend.to_str()).get("decoder"))
-        self._is_byte_level = '"ByteLevel"' in decoder
-        self._has_byte_tokens = '"ByteFallback"' in decoder
+        # As pickling has it: all of a tokenizer as JSON takes long for a large vocabulary.
+        decoder = tokenizer.backend.decoder
+        self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
         added = tokenizer.backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
-        self.special_ids = [token_id for token_id, token in added.items() if token.special]
 
     def bytes_of(self, token_id: int) -> bytes:
         """What a token adds to a text; a piece of a character, perhaps."""
@@ -42,9 +39,9 @@ class TokenTexts:
             return b"".join(
                 bytes([table[char]]) if char in table else char.encode() for char in spelling
             )
-        match = _BYTE_TOKEN.fullmatch(spelling) if self._has_byte_tokens else None
-        if match:
-            return bytes([int(match[1], 16)])
+        byte = self._tokenizer.byte_of(token_id)
+        if byte is not None:
+            return bytes([byte])
         return str(spelling).replace("\u2581", " ").encode()
 
     def text_of(self, token_id: int) -> str:

@@ -86,6 +86,6 @@ class MaskMaker:
             [texts.bytes_of(token_id) for token_id in range(num_tokens)],
             tokenizer.encode_part,
             end_ids=self._llm.model_config.eos_token_ids,
-            special_ids=texts.special_ids,
+            special_ids=sorted(tokenizer.special_ids),
             vocab_size=vocab_size,
         )

@@ -6,25 +6,59 @@ silence. Fields that OpenAI's API has and that make no difference here are named
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticKnownError
+from starlette.requests import Request
 
 from subten.core import MAX_BIASES
 from subten.serve.errors import bad_field
+from subten.serve.strict_json import OFF_LOOP_BYTES, parse_object, read_bytes
 
 MAX_CHOICES = 128
 """Answers to one request: prompts times n."""
 
+MAX_METADATA = 16
+
+
+def _at_most(max_length: int) -> BeforeValidator:
+    """Counts a dict's items before they are looked at: each bad one would be an error of its own.
+
+    Lists stop at their first error (fail_fast); dicts cannot.
+    """
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > max_length:
+            limits = {"field_type": "Dictionary", "max_length": max_length, "actual_length": None}
+            raise PydanticKnownError("too_long", limits)
+        return value
+
+    return BeforeValidator(check)
+
+
+_MANY = Field(min_length=1, max_length=2048, fail_fast=True)
 Text = Annotated[str, StringConstraints(max_length=4 * 2**20)]
 TokenIds = Annotated[list[int], Field(min_length=1, max_length=2**20, fail_fast=True)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-Stops = Annotated[list[StopText], Field(max_length=16)]
+Stops = Annotated[list[StopText], Field(max_length=16, fail_fast=True)]
 TokenKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
 LogitBias = Annotated[
-    dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)
+    dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_BIASES),
+    _at_most(MAX_BIASES),
 ]
+Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA), _at_most(MAX_METADATA)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
@@ -34,8 +68,29 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_one_unknown(cls, value: Any) -> Any:
+        """One field that is not known is refused as a hundred thousand are, and sooner."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+            return value
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next(name for name in value if name not in names)
+        return {name: held for name, held in value.items() if name in names or name == unknown}
+
 
 AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+async def read_body(kind: type[AnyBody], request: Request) -> AnyBody:
+    """A request's body; ApiError 400, 408, 413 or 415. A large one is read in a thread."""
+    data = await read_bytes(request)
+    read = functools.partial(_read, kind, data)
+    return await asyncio.to_thread(read) if len(data) > OFF_LOOP_BYTES else read()
+
+
+def _read(kind: type[AnyBody], data: bytes) -> AnyBody:
+    return parse(kind, parse_object(data))
 
 
 def parse(kind: type[AnyBody], value: dict[str, Any]) -> AnyBody:
@@ -93,7 +148,7 @@ class StructuredOutputs(Body):
     choice: (
         Annotated[
             list[Annotated[Text, StringConstraints(min_length=1)]],
-            Field(min_length=1, max_length=1024),
+            Field(min_length=1, max_length=1024, fail_fast=True),
         ]
         | None
     ) = None
@@ -115,7 +170,7 @@ class Sampled(Body):
     logit_bias: LogitBias | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopText | Stops | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=256)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=256, fail_fast=True)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=16)] | None = None
@@ -166,9 +221,9 @@ class ChatMessage(Body):
     """One message of a conversation; every part of its content is text."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=2048)] | None = None
+    content: Text | Annotated[list[TextPart], _MANY] | None = None
     name: Annotated[str, StringConstraints(max_length=64)] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
     tool_call_id: Annotated[str, StringConstraints(max_length=256)] | None = None
     refusal: Text | None = None
 
@@ -221,19 +276,19 @@ class ResponseFormat(Body):
 class ChatBody(Sampled):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=2048)]
+    messages: Annotated[list[ChatMessage], _MANY]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[ToolSpec], Field(max_length=128)] | None = None
+    tools: Annotated[list[ToolSpec], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=16)] | None = None
     add_generation_prompt: bool | None = None
     store: Literal[False] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
     """Makes no difference here."""
 
 
@@ -248,7 +303,7 @@ class ResponsesMessage(Body):
     """One message of a /v1/responses conversation; the output of an earlier response is one."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[ResponsesPart], Field(min_length=1, max_length=2048)]
+    content: Text | Annotated[list[ResponsesPart], _MANY]
     type: Literal["message"] | None = None
     id: Annotated[str, StringConstraints(max_length=256)] | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -274,7 +329,7 @@ class ResponsesBody(Body):
     """POST /v1/responses; text in, text out, nothing kept."""
 
     model: Name
-    input: Text | Annotated[list[ResponsesMessage], Field(min_length=1, max_length=2048)]
+    input: Text | Annotated[list[ResponsesMessage], _MANY]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
@@ -282,7 +337,7 @@ class ResponsesBody(Body):
     stream: bool | None = None
     text: ResponsesText | None = None
     store: Literal[False] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
     """Comes back in the answer."""
     user: Annotated[str, StringConstraints(max_length=512)] | None = None
     """Makes no difference here."""
@@ -293,7 +348,7 @@ class TokenizeBody(Body):
 
     model: Name | None = None
     prompt: Text | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=2048)] | None = None
+    messages: Annotated[list[ChatMessage], _MANY] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None

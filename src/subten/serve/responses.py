@@ -13,15 +13,14 @@ from subten.serve.context import Context, new_id
 from subten.serve.errors import ApiError, json_response
 from subten.serve.generation import Generation, Job
 from subten.serve.grammar import of_format
-from subten.serve.protocol import ChatMessage, ResponsesBody, Sampled, parse
+from subten.serve.protocol import ChatMessage, ResponsesBody, Sampled, read_body
 from subten.serve.requests import message_text, sampling_params, template_messages
 from subten.serve.streams import EventStream, collect, event
-from subten.serve.strict_json import read_object
 
 
 async def create_response(context: Context, request: Request) -> Response:
     """The answer to an input, in the form of OpenAI's Responses API."""
-    body = parse(ResponsesBody, await read_object(request))
+    body = await read_body(ResponsesBody, request)
     context.check_model(body.model)
     context.generator.check_ready()
     asked = of_format(body.text.format if body.text else None, param="text.format")

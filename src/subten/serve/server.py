@@ -92,8 +92,7 @@ def make_context(
     templates = None
     if tokenizer is not None:
         tokenizer.chat_template = template or tokenizer.chat_template
-        # No longer text could fit: a token is seldom more than four characters.
-        templates = ChatTemplates(tokenizer, max_chars=4 * max(info.max_model_len, 1024))
+        templates = ChatTemplates(tokenizer)
     names = config.served_model_name or (_default_name(config.model),)
     metrics = Metrics(names[0], supervisor)
     supervisor.on_step = metrics.step_tokens.observe

@@ -16,17 +16,31 @@ MAX_BODY_BYTES = 4 * 2**20
 MAX_DEPTH = 64
 BODY_TIMEOUT_S = 30.0
 OFF_LOOP_BYTES = 2**16
-"""A larger body is parsed beside the event loop."""
+"""A larger body is parsed and checked beside the event loop."""
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-async def read_object(request: Request) -> dict[str, Any]:
-    """The JSON object of a request's body, or ApiError: 400, 408, 413, 415."""
-    body = await _read_body(request)
-    if len(body) > OFF_LOOP_BYTES:
-        return await asyncio.to_thread(parse_object, body)
-    return parse_object(body)
+async def read_bytes(request: Request) -> bytes:
+    """A request's body, or ApiError: 408, 413, 415, 499."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise ApiError(415, "content-encoding: only identity is allowed", param="content-encoding")
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+        raise _too_large()
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise _too_large()
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:.0f} s") from error
+    except ClientDisconnect as error:
+        raise ApiError(499, "the client has gone") from error
+    return bytes(body)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -52,27 +66,6 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise _malformed("not an object")
     _check(value, has_surrogates=_SURROGATE.search(body) is not None)
     return value
-
-
-async def _read_body(request: Request) -> bytes:
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding.lower() != "identity":
-        raise ApiError(415, "content-encoding: only identity is allowed", param="content-encoding")
-    declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
-        raise _too_large()
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for part in request.stream():
-                body += part
-                if len(body) > MAX_BODY_BYTES:
-                    raise _too_large()
-    except TimeoutError as error:
-        raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:.0f} s") from error
-    except ClientDisconnect as error:
-        raise ApiError(499, "the client has gone") from error
-    return bytes(body)
 
 
 def _too_large() -> ApiError:

@@ -9,12 +9,15 @@ from typing import Any
 
 from subten.serve.errors import bad_field
 from subten.serve.helper import Helper
+from subten.serve.strict_json import MAX_BODY_BYTES
 from subten.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 RENDER_S = 1.0
 NUM_PROCESSES = 2
+MAX_TEXT_CHARS = 2 * MAX_BODY_BYTES
+"""Of a prompt. What is shorter is judged by its tokens, of which some have a hundred characters."""
 _MODULE = "subten.serve.template_process"
 _OURS = frozenset({"messages", "tools", "add_generation_prompt"})
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -23,7 +26,7 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 class ChatTemplates:
     """The prompt of a conversation, by the model's template; at most NUM_PROCESSES at a time."""
 
-    def __init__(self, tokenizer: Tokenizer, *, max_chars: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, max_chars: int = MAX_TEXT_CHARS) -> None:
         self._tokenizer = tokenizer
         self._max_chars = max_chars
         self._idle: asyncio.LifoQueue[Helper] = asyncio.LifoQueue()
