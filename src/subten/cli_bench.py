@@ -15,6 +15,7 @@ from subten.cli_options import (
     DtypeOption,
     JsonFileOption,
     KVCachesOption,
+    check_json_file,
     print_json,
     progress,
 )
@@ -66,6 +67,7 @@ def latency_of_shape(
         for batch, context in _pairs(batch_size, context_len)
     ]
     longest = max(workload.max_len for workload in workloads)
+    check_json_file(json, is_list=True)
     records: list[dict[str, Any]] = []
     for built in _builds(shape, quantization, kv_cache_dtype, longest, device, backend, dtype):
         for codec, workload in itertools.product(built.codecs, workloads):
@@ -76,9 +78,9 @@ def latency_of_shape(
             record = built.record("decode_latency", codec, found)
             del model
             records.append(record)
-            _keep([record], json)
             if json != Path("-"):
                 typer.echo(_latency_text(record))
+            _keep([record], json)
     if json == Path("-"):
         print_json({"records": records})
     else:
@@ -114,6 +116,7 @@ def bench_kernels(
         raise refuse(ConfigError, "num_replays", num_replays, "an integer of at least 1")
     pairs = _pairs(batch_size, context_len)
     longest = max(context for _, context in pairs) + 1
+    check_json_file(json, is_list=True)
     records: list[dict[str, Any]] = []
     for built in _builds(shape, quantization, kv_cache_dtype, longest, device, backend, dtype):
         for codec, (batch, context) in itertools.product(built.codecs, pairs):
@@ -131,9 +134,9 @@ def bench_kernels(
             rows = [built.record("decode_kernels", codec, row) for row in found]
             del model
             records += rows
-            _keep(rows, json)
             if json != Path("-"):
                 typer.echo(f"\n{shape}, {title}, batch {batch}\n\n{kernels_table(rows)}")
+            _keep(rows, json)
     if json == Path("-"):
         print_json({"records": records})
 

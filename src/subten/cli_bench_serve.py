@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from subten.cli_options import progress, report
+from subten.cli_options import check_json_file, progress, report
 from subten.config import API_KEY_VARIABLE, env_api_key
 from subten.core import ConfigError, refuse
 
@@ -107,6 +107,7 @@ def bench_serve(
         seed=seed,
     )
     _check_client()
+    check_json_file(json)
     with progress(f"Asking {base_url}") as update:
         outcomes, duration_s = measure_serving(load, progress=update)
     found = summarise(

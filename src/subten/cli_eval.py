@@ -20,6 +20,7 @@ from subten.cli_options import (
     ModelOption,
     QuantizationOption,
     QuantizeHeadOption,
+    check_json_file,
     print_json,
     progress,
     report,
@@ -112,7 +113,6 @@ def eval_kv(
       subten eval kv --text book.txt --scheme main --task needles --window 512,2048
       subten eval kv --text book.txt --scheme adaptive-2.7 --task engine --window 8192
     """
-    from subten.bench.records import add_records
     from subten.device import detect
 
     if task not in TASKS:
@@ -136,13 +136,13 @@ def eval_kv(
     if scheme is None:
         if task != "quality" or calibration is not None:
             raise refuse(ConfigError, "scheme", "none", "names, with --task or --calibration")
+        check_json_file(json)
         codecs = codec_list(CODECS_SHOWN if kv_cache_dtype is None else kv_cache_dtype)
         _codec_quality(asked, codecs, load, detect(device), quantization, quantize_head, json)
         return
     if kv_cache_dtype is not None or quantization != "none":
         raise refuse(ConfigError, "scheme", scheme, "none with --kv-cache-dtype or --quantization")
-    if json is not None and json != Path("-"):
-        add_records(json, [])  # a file of another kind is refused before hours of work, not after
+    check_json_file(json, is_list=True)
     loaded = load()
     if task in ("generation", "engine"):
         run_engine = _generation if task == "generation" else _engine_quality
@@ -170,6 +170,7 @@ def eval_keys(json: JsonFileOption = None) -> None:
     from subten.bench.report import text_table
     from subten.device import detect
 
+    check_json_file(json, is_list=True)
     where = origin(detect("cpu"))
     records = [{"kind": "kv_synthetic", **row, **where} for row in measure_keys()]
     if json == Path("-"):
@@ -358,12 +359,12 @@ def _report_records(
     where = origin(device)
     for row in rows:
         record = {"kind": row["kind"], **named, **row, **where}
-        if json is not None and json != Path("-"):
-            add_records(json, [record])
         if json == Path("-"):
             print_json(record)
-        else:
-            typer.echo(record_text(record))
+            continue
+        typer.echo(record_text(record))
+        if json is not None:
+            add_records(json, [record])
 
 
 def record_text(record: Mapping[str, Any]) -> str:

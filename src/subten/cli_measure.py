@@ -21,6 +21,7 @@ from subten.cli_options import (
     KVCachesOption,
     MaxModelLenOption,
     ModelOption,
+    check_json_file,
     new_app,
     print_json,
     progress,
@@ -289,6 +290,7 @@ def bench_latency(
         num_iters=10 if num_iters is None else num_iters,
         num_warmup=2 if num_warmup is None else num_warmup,
     )
+    check_json_file(json)
     source = resolve_model(model)
     results, record = [], {}
     for codec in codec_list(kv_cache_dtype):

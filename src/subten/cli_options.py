@@ -217,6 +217,15 @@ def print_json(value: Mapping[str, Any]) -> None:
     sys.stdout.write(json.dumps(value, allow_nan=False) + "\n")
 
 
+def check_json_file(json_file: Path | None, *, is_list: bool = False) -> None:
+    """Refuse a file of --json that a result could not go to, or join if `is_list`."""
+    from subten.bench.records import check_records
+    from subten.bench.report import check_writable
+
+    if json_file is not None and json_file != Path("-"):
+        (check_records if is_list else check_writable)(json_file)
+
+
 def report(result: Mapping[str, Any], text: str, json_file: Path | None) -> None:
     """Print a measurement for people, and write it as JSON where that was asked for."""
     from subten.bench.report import write_json

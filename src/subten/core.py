@@ -45,6 +45,13 @@ def refuse(kind: type[UserError], field_name: str, value: Any, allowed: str) -> 
     return kind(f"{field_name}: got {_shown(value)}; allowed: {allowed}")
 
 
+def reason(error: Exception) -> str:
+    """Why a file could not be used, as the system puts it and without Python's own words."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is not UTF-8"
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 def _shown(value: Any) -> str:
     try:
         text = repr(value)

@@ -17,6 +17,7 @@ from subten import cli, cli_bench
 from subten.cli import app
 from subten.codecs import CODECS
 from subten.config import OPENMP_SPINS
+from subten.core import ConfigError
 
 runner = CliRunner()
 DEVICE = "cpu"
@@ -484,6 +485,69 @@ def test_bench_latency_counts_its_samples(model, tmp_path):
     assert "TPOT p50" in result.stdout
     piped = run_json("bench", "latency", "--model", model, *options, "--json", "-")
     assert piped["kind"] == "latency"
+
+
+@pytest.mark.parametrize(
+    ("command", "is_list"),
+    [
+        (["bench", "latency", "--model", "no-such-model"], False),
+        (["bench", "latency", "--shape", "tiny-qwen3"], True),
+        (["bench", "kernels", "--shape", "tiny-qwen3"], True),
+        (["bench", "serve", "--model", "m", "--base-url", "http://127.0.0.1:9"], False),
+        (["eval", "kv", "--model", "no-such-model", "--text", __file__], False),
+        (["eval", "kv", "--model", "no-such-model", "--text", __file__, "--scheme", "bf16"], True),
+        (["eval", "keys"], True),
+    ],
+    ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
+)
+def test_a_json_file_of_no_use_is_refused_before_anything_is_measured(
+    command, is_list, tmp_path, monkeypatch
+):
+    def measured(*_args: Any, **_kwargs: Any) -> None:
+        raise AssertionError("measured, and the result is lost")
+
+    monkeypatch.setattr("subten.engine.roof.measure_roof", measured)
+    monkeypatch.setattr("subten.bench.kv_synthetic.measure_keys", measured)
+    monkeypatch.setattr("subten.bench.serving.measure_serving", measured)
+    other = tmp_path / "other.json"
+    other.write_text("{}", encoding="utf-8")
+    whys = {tmp_path: "Is a directory", other / "out.json": "exists"}
+    for path, why in whys.items():
+        message = refuse_placed(*command, "--json", str(path))
+        assert message.startswith(f"json: got {str(path)!r}; allowed: a writable file (")
+        assert why in message or "Not a directory" in message
+    if is_list:
+        message = refuse_placed(*command, "--json", str(other))
+        assert message == (
+            f"json: got {str(other)!r}; allowed: a file to make, or one that holds a JSON list of "
+            "records"
+        )
+    assert other.read_text(encoding="utf-8") == "{}"
+    assert list(tmp_path.iterdir()) == [other]
+
+
+def refuse_placed(*args: str) -> str:
+    """`refusal` of a command that may have no device."""
+    if args[1] in ("serve", "keys"):
+        result = runner.invoke(app, [*args], prog_name="subten")
+        assert result.exit_code == 2, (result.stdout, result.stderr, result.exception)
+        return result.stderr.removeprefix("subten: error: ").removesuffix("\n")
+    return refusal(*args)
+
+
+def test_what_was_measured_is_shown_although_it_cannot_be_kept(tmp_path, monkeypatch):
+    def full(*_args: Any) -> None:
+        raise ConfigError("json: no space left")
+
+    monkeypatch.setattr("subten.bench.records.write_json", full)
+    options = ("--shape", "tiny-qwen3", "--context-len", "70", "--json", str(tmp_path / "out.json"))
+    short = ("--prompt-len", "9", "--num-steps", "3")
+    for command, shown in (("latency", "TPOT"), ("kernels", "a step")):
+        more = short if command == "latency" else ("--num-replays", "1")
+        result = run("bench", command, *options, *more)
+        assert result.exit_code == 2
+        assert result.stderr.endswith("json: no space left\n")
+        assert shown in result.stdout
 
 
 @pytest.mark.parametrize(

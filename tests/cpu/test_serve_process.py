@@ -23,6 +23,9 @@ from serving import MODEL, TEXTS, Server, children, is_running
 from tiny_checkpoint import config_values, tensors_of, write_folder
 from tiny_llama import TinyShape, hf_tensors, write_gguf
 
+from subten.core import ConfigError
+from subten.serve import listener
+
 LONG = {"model": MODEL, "prompt": "long", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
 
 
@@ -361,18 +364,71 @@ def test_a_model_of_experts_without_a_tokenizer(tmp_path, generator):
         assert server.close() == 0
 
 
-def test_a_model_that_is_not_there_opens_no_port(tmp_path):
+def refused(*args: str) -> tuple[str, str]:
+    """The line that `subten serve` is refused with, and all that it logged before."""
     done = subprocess.run(
-        [sys.executable, "-m", "subten", "serve", str(tmp_path / "none.gguf"), "--port", "0"],
+        [sys.executable, "-m", "subten", "serve", *args],
         capture_output=True,
         text=True,
         timeout=120,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    assert done.returncode == 2
-    assert "listening" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("subten: error: ")
-    assert "none.gguf" in done.stderr
+    assert done.returncode == 2, done.stderr
+    *logs, last = done.stderr.splitlines()
+    assert last.startswith("subten: error: ")
+    return last.removeprefix("subten: error: "), "\n".join(logs)
+
+
+def test_settings_are_refused_before_anything_is_measured(tmp_path):
+    shape = TinyShape()
+    path = str(write_gguf(tmp_path / "tiny.gguf", shape, hf_tensors(shape)))
+    adaptive = ["--kv-cache-dtype", "adaptive", "--kv-calibration"]
+    for args, message in (
+        ([str(tmp_path / "none.gguf")], "none.gguf"),
+        ([path, "--kv-cache-dtype", "foo"], "kv_cache_dtype: got 'foo'; allowed: "),
+        ([path, "--max-model-len", "1000000"], "max_model_len: got 1000000; allowed: 1 to 256"),
+        ([path, *adaptive, "no-file"], "kv_calibration: got 'no-file'; allowed: "),
+    ):
+        error, logs = refused(*args, "--port", "0", "--device", "cpu")
+        assert message in error
+        assert "memory reads" not in logs
+        assert "listening" not in logs
+
+
+def test_an_address_that_cannot_be_had_is_refused_before_a_model_is_loaded(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        error, logs = refused(str(tmp_path / "none.gguf"), "--port", str(port))
+    assert error == f"port: got {port}; allowed: a free one (Address already in use)"
+    assert not logs
+    key = ["--api-key", "key-0123456789"]
+    error, logs = refused(str(tmp_path / "none.gguf"), "--host", "a..b", *key)
+    assert error.startswith("host: got 'a..b'; allowed: an address of this machine, or a name")
+    assert not logs
+    error, logs = refused(str(tmp_path / "none.gguf"), "--host", "203.0.113.1", *key)
+    assert error == "host: got '203.0.113.1'; allowed: an address of this machine"
+    assert not logs
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]"])
+def test_an_address_is_held_while_a_model_loads(host):
+    try:
+        held = listener.bind(host, 0)
+    except ConfigError:
+        assert ":" in host
+        pytest.skip("no IPv6 here")
+    with held:
+        address = held.getsockname()[:2]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, timeout=5)
+        with pytest.raises(ConfigError, match=f"port: got {address[1]}; allowed: a free one"):
+            listener.bind(host, address[1])
+        listener.listen(held)
+        with socket.create_connection(address, timeout=5), held.accept()[0]:
+            pass
+    # The server closed first: its side of that connection is kept a while.
+    with listener.bind(host, address[1]) as again:
+        listener.listen(again)
 
 
 def test_one_request_that_fails_leaves_the_others(slow_server):

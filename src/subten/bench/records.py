@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from subten.bench.report import environment, write_json
-from subten.core import ConfigError, refuse
+from subten.bench.report import check_writable, environment, write_json
+from subten.core import ConfigError, reason, refuse
 from subten.device import Device
 
 KEY_FIELDS = (
@@ -54,6 +54,12 @@ def weights_dtype(quantization: str, dtype: str) -> str:
     return WEIGHT_NAMES.get(dtype, dtype) if quantization == "none" else quantization
 
 
+def check_records(path: Path) -> None:
+    """ConfigError where `add_records` could not add to the file; leaves it as it is."""
+    _read(path)
+    check_writable(path)
+
+
 def add_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Add to the list in the file, in place of older records of the same key; makes the file."""
     kept = _read(path)
@@ -72,13 +78,15 @@ def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
+    if not path.is_file():
         return []
     allowed = "a file to make, or one that holds a JSON list of records"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise refuse(ConfigError, "json", str(path), f"{allowed} ({error})") from error
+    except OSError as error:
+        raise refuse(ConfigError, "json", str(path), f"{allowed} ({reason(error)})") from error
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise refuse(ConfigError, "json", str(path), allowed) from error
     if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
         raise refuse(ConfigError, "json", str(path), allowed)
     return found

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from subten.config import env_commit
-from subten.core import ConfigError, refuse
+from subten.core import ConfigError, reason, refuse
 from subten.device import Device
 
 
@@ -51,16 +54,35 @@ def write_json(path: Path, result: Mapping[str, Any] | Sequence[Any]) -> None:
     A file that was there is replaced whole or not at all, whenever the process may end.
     """
     text = json.dumps(result, indent=2, allow_nan=False) + "\n"
+    with _writing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+        if partial != path:
+            partial.replace(path)
+
+
+def check_writable(path: Path) -> None:
+    """ConfigError where `write_json` could not write: to be known before hours of work, not after.
+
+    It tries, which makes the folders that the file lies in and leaves the file itself alone.
+    """
+    with _writing(path) as partial:
+        if partial != path:
+            partial.touch()
+            partial.unlink()
+        elif path.is_dir():
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[Path]:
+    """What is written in place of `path`: a file beside it, or itself if it is a pipe or device."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():  # a pipe, /dev/stdout
-            path.write_text(text, encoding="utf-8")
-            return
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        is_whole = path.is_file() or not path.exists()
+        yield path.with_name(f".{path.name}.partial") if is_whole else path
     except OSError as error:
-        raise refuse(ConfigError, "json", str(path), f"a writable file ({error})") from error
+        allowed = f"a writable file ({reason(error)})"
+        raise refuse(ConfigError, "json", str(path), allowed) from error
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from subten.calibration.keys import key_statistics, score_noise, shaped_transform
-from subten.core import ConfigError, RequestError, refuse
+from subten.core import ConfigError, RequestError, reason, refuse
 from subten.device import on_device
 from subten.files import write_whole
 from subten.layers.adaptive_attention import AdaptiveAttention
@@ -73,12 +73,14 @@ def shipped_text() -> str:
     return (resources.files("subten") / "assets" / "calibration.txt").read_text(encoding="utf-8")
 
 
-def read_text(path: str) -> str:
-    """A text that was asked for; ConfigError where there is none."""
+def read_text(path: str | None) -> str | None:
+    """The text that `kv_calibration` names, None where it names none; ConfigError if not there."""
+    if path is None or path == "none":
+        return None
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        allowed = f"a UTF-8 text file of some {MIN_TOKENS} tokens or more ({error})"
+        allowed = f"a UTF-8 text file of some {MIN_TOKENS} tokens or more ({reason(error)})"
         raise refuse(ConfigError, "kv_calibration", path, allowed) from error
 
 

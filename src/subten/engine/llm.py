@@ -232,6 +232,7 @@ class LLM:
         self, model: str | Path | LoadedModel, progress: Callable[[int, int], None] | None
     ) -> None:
         config = self.config
+        calibration_text = read_text(config.kv_calibration)
         if isinstance(model, LoadedModel):
             self.device = resolve_device(replace(config, device=str(model.model.device)))
             self.loaded = model
@@ -253,7 +254,7 @@ class LLM:
         self.model_config = self.loaded.config
         self.tokenizer = self.loaded.tokenizer
         fmt = self.loaded.model.fmt
-        calibration = self._calibrate() if isinstance(fmt, AdaptiveFormat) else None
+        calibration = self._calibrate(calibration_text) if isinstance(fmt, AdaptiveFormat) else None
         sensitivity = None if calibration is None else calibration.noise_L.tolist()
         limits = resolve_limits(
             config, self.model_config, fmt, self.device, sensitivity=sensitivity
@@ -316,13 +317,13 @@ class LLM:
             **shape,
         )
 
-    def _calibrate(self) -> KeyCalibration | None:
-        """Learn from a text how to store keys, and store them so."""
+    def _calibrate(self, text: str | None) -> KeyCalibration | None:
+        """Learn from a text how to store keys, and store them so; None: the package's own."""
         asked, model = self.config.kv_calibration, self.loaded.model
         if asked == "none" or (asked is None and self.tokenizer is None):
             return None
         tokenizer = self._need_tokenizer("kv_calibration")
-        token_ids = tokenizer.encode(shipped_text() if asked is None else read_text(asked))
+        token_ids = tokenizer.encode(shipped_text() if text is None else text)
         if asked is None and (
             max(token_ids) >= self.model_config.vocab_size or len(token_ids) < MIN_TOKENS
         ):

@@ -15,18 +15,21 @@ from dataclasses import fields
 
 import torch
 
-from subten.config import cache_dir
+from subten.calibration.keys_at_load import read_text
+from subten.config import EngineConfig, cache_dir
 from subten.core import UserError
 from subten.device import keep_freed_memory
 from subten.engine.llm import LLM
 from subten.engine.resolve import resolve_device
 from subten.engine.roof import measure_roof
+from subten.kernels import select_ops
 from subten.serve import ipc
 from subten.serve.channel import Channel, ServerGoneError
 from subten.serve.engine_loop import BEAT_S, EngineLoop
 from subten.serve.lifetime import die_with_parent
 from subten.serve.logs import set_up_logs
 from subten.tokenizer import Tokenizer
+from subten.weights.load import open_checkpoint, read_settings
 from subten.weights.upcycled import demo_model, find_demo_gguf
 
 logger = logging.getLogger(__name__)
@@ -64,8 +67,11 @@ def main() -> None:
     channel = channel_from_arguments()
     try:
         start = first_message(channel)
-        roof_bytes_per_s = _measure_roof(start)
-        llm = _load(start)
+        device = resolve_device(start.config).torch_device
+        source = _source(start.model)
+        _check(start.config, device, source)
+        roof_bytes_per_s = _measure_roof(device)
+        llm = _load(start, source)
     except ServerGoneError:
         return
     except (UserError, OSError, MemoryError, RuntimeError) as error:
@@ -95,9 +101,29 @@ def first_message(channel: Channel) -> ipc.Start:
             return message
 
 
-def _measure_roof(start: ipc.Start) -> float | None:
+def _source(model: str) -> str:
+    """What the loader takes; the demo model is built where it is new."""
+    if model == "demo":
+        logger.info("the demo model is built first where it is new")
+        return str(demo_model(cache_dir(), lambda _what, _share: None))
+    return str(find_demo_gguf()) if model == "demo-dense" else model
+
+
+def _check(config: EngineConfig, device: torch.device, source: str) -> None:
+    """Refuse settings that the model or this machine cannot serve before anything takes long."""
+    select_ops(config.backend, device)
+    read_text(config.kv_calibration)
+    read_settings(
+        *open_checkpoint(source),
+        kv_cache_dtype=config.kv_cache_dtype,
+        kv_key_bias=config.kv_key_bias,
+        max_model_len=config.max_model_len,
+        quantization=config.quantization,
+    )
+
+
+def _measure_roof(device: torch.device) -> float | None:
     """Bytes a second at which the device reads, while its memory is still empty."""
-    device = resolve_device(start.config).torch_device
     try:
         roof = measure_roof(device, num_bytes=ROOF_BYTES[device.type], num_reads=5)
     except (torch.OutOfMemoryError, MemoryError):
@@ -109,14 +135,9 @@ def _measure_roof(start: ipc.Start) -> float | None:
     return roof.bytes_per_s
 
 
-def _load(start: ipc.Start) -> LLM:
+def _load(start: ipc.Start, source: str) -> LLM:
     keep_freed_memory()
-    logger.info("loading %s; the demo model is built first where it is new", start.model)
-    source: str = start.model
-    if source == "demo":
-        source = str(demo_model(cache_dir(), lambda _what, _share: None))
-    elif source == "demo-dense":
-        source = str(find_demo_gguf())
+    logger.info("loading %s", start.model)
     settings = {field.name: getattr(start.config, field.name) for field in fields(start.config)}
     return LLM(source, **settings)
 

@@ -7,7 +7,6 @@ import gc
 import json
 import logging
 import signal
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -15,8 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from subten.core import ConfigError, refuse
-from subten.serve import ipc
+from subten.serve import ipc, listener
 from subten.serve.app import make_app
 from subten.serve.auth import HostList, KeyRing
 from subten.serve.context import Context
@@ -61,6 +59,8 @@ def _end(_signal: int, _frame: FrameType | None) -> None:
 
 async def _serve(config: ServeConfig, command: Sequence[str], limits: WatchLimits | None) -> None:
     template = config.read_chat_template()
+    # Before minutes of loading, not after.
+    sock = listener.bind(config.host, config.port)
     start = ipc.Start(model=config.model, config=config.engine)
     supervisor = Supervisor(start, command=command, limits=limits)
     helpers: list[ChatTemplates | GrammarChecker] = []
@@ -72,12 +72,13 @@ async def _serve(config: ServeConfig, command: Sequence[str], limits: WatchLimit
         # What is there now stays: collections between tokens need not look at it.
         gc.collect()
         gc.freeze()
-        listener = _listen(config)
+        listener.listen(sock)
         server = _Server(config, context)
-        where = "http://{}:{}".format(*listener.getsockname()[:2])
+        where = "http://{}:{}".format(*sock.getsockname()[:2])
         logger.info("%s", json.dumps({"event": "listening", "url": where, "model": context.names}))
-        await server.serve(sockets=[listener])
+        await server.serve(sockets=[sock])
     finally:
+        sock.close()
         await supervisor.stop()
         for helper in helpers:
             await helper.close()
@@ -134,16 +135,6 @@ def _default_name(model: str) -> str:
     """A name for clients that tells nothing of this machine's folders."""
     path = Path(model)
     return path.name.removesuffix(".gguf") if path.exists() else model
-
-
-def _listen(config: ServeConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    try:
-        return socket.create_server((config.host.strip("[]"), config.port), family=family)
-    except OSError as error:
-        raise refuse(
-            ConfigError, "port", f"{config.host}:{config.port}", f"a free one ({error.strerror})"
-        ) from error
 
 
 class _Server(uvicorn.Server):

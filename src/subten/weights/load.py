@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from subten.codecs import KVFormat
 from subten.codecs.adaptive import cache_format
 from subten.config import ModelConfig
 from subten.core import CheckpointError, ConfigError, refuse
@@ -23,7 +24,7 @@ from subten.kernels.weight_formats import Index, Weight, check_format
 from subten.models import read_config
 from subten.models.config_reader import ConfigReader
 from subten.models.decoder import Decoder
-from subten.models.family import WeightSlot
+from subten.models.family import Family, WeightSlot
 from subten.tokenizer import Tokenizer
 from subten.weights import hub
 from subten.weights.folder import FolderCheckpoint
@@ -106,11 +107,14 @@ def load_model(
     says, ConfigError for a setting.
     """
     checkpoint, source = open_checkpoint(model)
-    family, config = read_config(checkpoint.config, source=source)
-    config = _shorten(config, max_model_len)
-    fmt = cache_format(kv_cache_dtype, config.head_dim)
-    check_format(quantization)
-    check_key_bias(kv_key_bias, config)
+    family, config, fmt = read_settings(
+        checkpoint,
+        source,
+        kv_cache_dtype=kv_cache_dtype,
+        kv_key_bias=kv_key_bias,
+        max_model_len=max_model_len,
+        quantization=quantization,
+    )
     config = _settle_head(checkpoint, config, source)
     slots = family.weight_map(config)
     _check_names(checkpoint, slots, config, source)
@@ -162,6 +166,27 @@ def load_model(
         quantization=quantization,
         kv_key_bias=kv_key_bias,
     )
+
+
+def read_settings(
+    checkpoint: Checkpoint,
+    source: str,
+    *,
+    kv_cache_dtype: str,
+    kv_key_bias: str,
+    max_model_len: int | None,
+    quantization: str,
+) -> tuple[Family, ModelConfig, KVFormat]:
+    """What settings make of a checkpoint's config; ConfigError where they do not fit it.
+
+    No weight is read for it.
+    """
+    family, config = read_config(checkpoint.config, source=source)
+    config = _shorten(config, max_model_len)
+    fmt = cache_format(kv_cache_dtype, config.head_dim)
+    check_format(quantization)
+    check_key_bias(kv_key_bias, config)
+    return family, config, fmt
 
 
 def open_checkpoint(model: str) -> tuple[Checkpoint, str]:
