@@ -66,6 +66,9 @@ def detect(name: str = "auto") -> Device:
     )
 
 
+MIN_CAPABILITY = (8, 0)
+"""Compute capability from which a GPU multiplies BF16, which every kernel here takes for given."""
+
 BLOCK_SHARED_KIB: Mapping[tuple[int, int], int] = {
     (8, 0): 163,
     (8, 7): 163,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,8 +11,11 @@ from typing import Any
 import torch
 
 from subten.core import ConfigError, refuse
+from subten.device import MIN_CAPABILITY, detect
 from subten.kernels.cuda import runtime
 from subten.kernels.triton_shim import HAS_TRITON
+
+logger = logging.getLogger(__name__)
 
 BACKENDS = ("cuda", "triton", "torch")
 """From the fastest to the one that runs everywhere; an op without a kernel in one takes the next.
@@ -77,20 +81,27 @@ class Ops:
 def select_ops(backend: str, device: torch.device) -> Ops:
     """Pick each op's implementation: `auto` is the first of BACKENDS that `device` can run.
 
-    A backend that the caller names and this machine cannot serve raises ConfigError.
+    A backend that the caller names and this machine cannot serve raises ConfigError. That `auto`
+    passes over Triton for an old GPU is logged.
     """
     if backend not in ("auto", *BACKENDS):
         raise refuse(ConfigError, "backend", backend, ", ".join(("auto", *BACKENDS)))
-    can_run = {"cuda": HAS_TRITON and runtime.is_available(device), "triton": HAS_TRITON}
+    old_gpu = _old_gpu(device)
+    can_run = {
+        "cuda": HAS_TRITON and runtime.is_available(device),
+        "triton": HAS_TRITON and not old_gpu,
+    }
     if not can_run.get(backend, True):
         needs = {"triton": "Triton", "cuda": "a CUDA GPU, Triton and the extra subten[cuda]"}
         allowed = ", ".join(name for name in ("auto", *BACKENDS) if can_run.get(name, True))
         raise ConfigError(
-            f"backend: got {backend!r}, which needs {needs[backend]}; allowed: {allowed}"
+            f"backend: got {backend!r}, which needs {old_gpu or needs[backend]}; allowed: {allowed}"
         )
     if backend == "auto":
         is_gpu = device.type == "cuda"
         backend = next(name for name in BACKENDS if name == "torch" or (is_gpu and can_run[name]))
+        if old_gpu:
+            logger.warning("backend torch, as Triton needs %s", old_gpu)
     chosen: dict[str, Callable[..., Any]] = {}
     served: dict[str, str] = {}
     for name, table in OPS.items():
@@ -102,3 +113,12 @@ def select_ops(backend: str, device: torch.device) -> Ops:
     module, _ = OPS["experts"][served["experts"]]
     limit = importlib.import_module(module).MAX_GATHER_TOKENS
     return Ops(**chosen, max_gather_tokens=limit, backend=served)
+
+
+def _old_gpu(device: torch.device) -> str:
+    """What kernels need that this GPU lacks; empty for others, and for a CPU."""
+    found = detect(str(device)) if device.type == "cuda" else None
+    if found is None or found.capability >= MIN_CAPABILITY:
+        return ""
+    least, has = (".".join(map(str, number)) for number in (MIN_CAPABILITY, found.capability))
+    return f"compute capability {least} or above ({found.name} has {has})"

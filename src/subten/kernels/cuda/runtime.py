@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from subten.config import cache_dir
-from subten.device import block_shared_bytes, detect, has_gpu, on_device
+from subten.device import MIN_CAPABILITY, block_shared_bytes, detect, has_gpu, on_device
 from subten.files import write_whole
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def is_available(device: torch.device | None = None) -> bool:
     if device is not None and device.type != "cuda":
         return False
     index = 0 if device is None or device.index is None else device.index
-    return detect(f"cuda:{index}").capability >= (8, 0) and _can_load(index)
+    return detect(f"cuda:{index}").capability >= MIN_CAPABILITY and _can_load(index)
 
 
 def _can_load(index: int) -> bool:
