@@ -15,7 +15,7 @@ from scripted import ScriptedModel, byte_tokenizer, fake_loaded
 from subten import device
 from subten.core import FinishReason, SamplingParams
 from subten.engine.llm import LLM
-from subten.serve import engine_loop, ipc
+from subten.serve import engine_loop, engine_process, ipc
 from subten.serve.channel import ServerGoneError
 from subten.serve.engine_loop import MAX_FAILED_STEPS, EngineLoop
 
@@ -89,6 +89,26 @@ def test_a_lost_device_ends_the_loop_at_once(monkeypatch):
     channel, error = serve("..x....")
     assert str(error) == FAULT
     assert channel.reasons == [FinishReason.LENGTH] * 2
+
+
+@pytest.mark.parametrize(("error", "code"), [(None, 0), (RuntimeError(FAULT), 1)])
+def test_the_process_ends_without_the_libraries_own_end(monkeypatch, caplog, error, code):
+    def serve(*_args: Any) -> None:
+        if error is not None:
+            raise error
+
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    for name in ("channel_from_arguments", "first_message", "_measure_roof", "_load"):
+        monkeypatch.setattr(engine_process, name, lambda *_args: None)
+    monkeypatch.setattr(engine_process, "serve", serve)
+    monkeypatch.setattr(engine_process.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(engine_process.os, "_exit", end)
+    with pytest.raises(SystemExit) as caught:
+        engine_process.main()
+    assert caught.value.code == code
+    assert caplog.messages == ["the engine ends"] * code
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError(FAULT), torch.AcceleratorError(FAULT)])

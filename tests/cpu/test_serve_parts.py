@@ -180,7 +180,7 @@ def test_schemas_that_are_never_the_same_take_no_more_memory(monkeypatch):
             asked += 1
             return {}
 
-    monkeypatch.setattr(checker, "_helper", Helper())
+    monkeypatch.setattr(checker, "_helpers", Helper())
 
     async def check(number: int) -> str:
         asked_for = grammar.Grammar(kind="json_schema", value={"const": number}, param="x")

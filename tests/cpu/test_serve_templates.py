@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import sys
 import time
 from pathlib import Path
@@ -15,14 +17,16 @@ pytest.importorskip("fastapi")
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "soak"))
 
 from scripted import byte_tokenizer
+from serving import MODEL, Server
 from template_storm import STEP_S, Storm, gaps_ms, make_server
 
 from subten.config import EngineConfig
 from subten.core import ConfigError
-from subten.serve import helper, server
+from subten.serve import helper, helper_pool, server
 from subten.serve.context import Context
 from subten.serve.errors import ApiError
 from subten.serve.helper import Helper
+from subten.serve.helper_pool import HelperPool
 from subten.serve.settings import ServeConfig
 from subten.serve.templates import RENDER_S, ChatTemplates
 
@@ -145,6 +149,80 @@ def test_a_start_that_is_cancelled_leaves_no_answer_to_the_next_request():
         assert answer == {"names": [], "text": "ok"}
 
     asyncio.run(run())
+
+
+class OwnHelper:
+    """A helper that answers when the test lets it."""
+
+    def __init__(self, _module: str, *, limit_s: float) -> None:
+        del limit_s
+        self.seen: list[Any] = []
+        self.may_answer = asyncio.Event()
+
+    async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.seen.append(request["name"])
+        await self.may_answer.wait()
+        return request
+
+
+def test_few_wait_for_a_helper_and_those_that_leave_make_room(monkeypatch):
+    monkeypatch.setattr(helper_pool, "Helper", OwnHelper)
+
+    async def run() -> None:
+        pool = HelperPool("module", limit_s=1.0, num=1, max_waiting=2)
+        own: Any = pool.all[0]
+
+        async def ask(name: str) -> asyncio.Task[Any]:
+            task = asyncio.create_task(pool.ask({"name": name}))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            return task
+
+        first, second, third = [await ask(name) for name in ("first", "second", "third")]
+        with pytest.raises(ApiError, match="too many requests are waiting") as caught:
+            await pool.ask({"name": "one too many"})
+        assert caught.value.status == 429
+        second.cancel()
+        first.cancel()
+        fourth = await ask("fourth")
+        # The first has left, and its helper is not another's before it has answered.
+        assert first.cancelled() and second.cancelled()
+        assert own.seen == ["first"]
+        own.may_answer.set()
+        assert await asyncio.gather(third, fourth) == [{"name": "third"}, {"name": "fourth"}]
+        assert own.seen == ["first", "third", "fourth"]
+
+    asyncio.run(run())
+
+
+NUM_GONE = 40
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/tokenize"])
+def test_clients_that_go_away_leave_the_queue_of_templates(path):
+    slow = {"messages": [{"role": "user", "content": "slow"}]}
+    body = {"/v1/responses": {"model": MODEL, "input": "slow"}, "/tokenize": slow}.get(
+        path, slow | {"model": MODEL}
+    )
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    own_server = Server(engine={"more_template": SLOW}, max_queued_requests=NUM_GONE)
+    try:
+        clients = []
+        for _ in range(NUM_GONE):
+            client = socket.create_connection(("127.0.0.1", own_server.port))
+            client.sendall(head.encode() + data)
+            clients.append(client)
+        time.sleep(0.5)
+        for client in clients:
+            client.close()
+        began_s = time.monotonic()
+        status, value = own_server.post("/tokenize", {"messages": MESSAGES})
+        assert status == 200, value
+        # All of them would take a second each, two at a time.
+        assert time.monotonic() - began_s < RENDER_S * NUM_GONE / 4
+    finally:
+        assert own_server.close() == 0
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])

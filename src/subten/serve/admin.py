@@ -13,6 +13,7 @@ from subten.serve.context import Context
 from subten.serve.errors import bad_field, json_response
 from subten.serve.protocol import DetokenizeBody, TokenizeBody, read_body
 from subten.serve.requests import template_messages
+from subten.serve.streams import unless_gone
 
 
 def list_models(context: Context) -> Response:
@@ -60,10 +61,11 @@ async def tokenize(context: Context, request: Request) -> Response:
         token_ids = await context.encode(body.prompt, param="prompt", is_part=is_part)
     else:
         assert body.messages is not None
-        text = await context.need_templates("messages").render(
+        rendered = context.need_templates("messages").render(
             template_messages(body.messages),
             add_generation_prompt=body.add_generation_prompt is not False,
         )
+        text = await unless_gone(request, rendered)
         token_ids = await context.encode_chat(text, param="messages")
     shown: dict[str, Any] = {
         "count": len(token_ids),

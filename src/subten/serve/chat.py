@@ -28,7 +28,7 @@ from subten.serve.requests import (
     template_tools,
     usage_of,
 )
-from subten.serve.streams import DONE, ChoiceFrame, EventStream, collect, event
+from subten.serve.streams import DONE, ChoiceFrame, EventStream, collect, event, unless_gone
 from subten.serve.tool_calls import FORMS, Found, FoundCall, ToolCallReader
 
 
@@ -38,7 +38,7 @@ async def create_chat_completion(context: Context, request: Request) -> Response
     context.check_model(body.model)
     context.generator.check_ready()
     has_usage = check_stream_options(body)
-    prompt = await _prompt(context, body)
+    prompt = await unless_gone(request, _prompt(context, body))
     sampling = sampling_params(
         context, body, max_tokens=_max_tokens(body), logprobs=_num_logprobs(body)
     )
@@ -48,7 +48,7 @@ async def create_chat_completion(context: Context, request: Request) -> Response
         sampling=sampling,
         n=body.n or 1,
         tenant=request.state.tenant,
-        grammar=await context.grammar(_grammar(context, body)),
+        grammar=await context.grammar(request, _grammar(context, body)),
         shown_tokens=_shown_tokens(context, body),
     )
     generation = context.generator.start(job)

@@ -107,7 +107,7 @@ async def create_completion(context: Context, request: Request) -> Response:
         sampling=sampling,
         n=body.n or 1,
         tenant=request.state.tenant,
-        grammar=await context.grammar(of_structured_outputs(body.structured_outputs)),
+        grammar=await context.grammar(request, of_structured_outputs(body.structured_outputs)),
     )
     generation = context.generator.start(job)
     request.state.generation = generation

@@ -9,12 +9,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from starlette.requests import Request
+
 from subten.serve import ipc
 from subten.serve.auth import HostList, KeyRing
 from subten.serve.errors import ApiError, bad_field
 from subten.serve.generation import Generator
 from subten.serve.grammar import Grammar, GrammarChecker
 from subten.serve.metrics import Metrics
+from subten.serve.streams import unless_gone
 from subten.serve.templates import ChatTemplates
 from subten.serve.tool_calls import CallForm
 from subten.tokenizer import LONG_TEXT, Tokenizer
@@ -62,12 +65,12 @@ class Context:
             raise bad_field(param, "this model has no tokenizer; send token ids")
         return self.templates
 
-    async def grammar(self, asked: Grammar | None) -> str:
+    async def grammar(self, request: Request, asked: Grammar | None) -> str:
         """A grammar for the engine, "" for None; ApiError 400 where it cannot be followed."""
         if asked is None:
             return ""
         self.need_tokenizer(asked.param)
-        return await self.grammars.check(asked)
+        return await unless_gone(request, self.grammars.check(asked))
 
     async def encode(self, text: str, *, param: str, is_part: bool = False) -> list[int]:
         """Token ids of a text; `is_part` adds no BOS that is not in it.

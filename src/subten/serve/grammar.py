@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections import OrderedDict
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from subten.serve.errors import bad_field
-from subten.serve.helper import Helper
+from subten.serve.helper_pool import MAX_WAITING, HelperPool
 from subten.serve.protocol import (
     FunctionSpec,
     NamedTool,
@@ -66,22 +65,22 @@ class Grammar:
 class GrammarChecker:
     """Tries grammars in a helper process, one at a time, and remembers the good ones."""
 
-    def __init__(self) -> None:
-        self._helper = Helper(_MODULE, limit_s=COMPILE_S)
-        self._lock = asyncio.Lock()
+    def __init__(self, *, max_waiting: int = MAX_WAITING) -> None:
+        self._helpers = HelperPool(_MODULE, limit_s=COMPILE_S, num=1, max_waiting=max_waiting)
         self._good: OrderedDict[str, None] = OrderedDict()
         self._num_chars = 0
 
     async def start(self) -> None:
         """Start the helper process."""
-        await self._helper.start()
+        await self._helpers.all[0].start()
 
     async def close(self) -> None:
         """End the helper process."""
-        await self._helper.close()
+        await self._helpers.close()
 
     async def check(self, grammar: Grammar) -> str:
-        """A grammar as text for the engine; ApiError 400 where it cannot be followed."""
+        """A grammar as text for the engine; ApiError 400 where it cannot be followed, 429 where
+        too many wait for theirs."""
         param = grammar.param
         if isinstance(grammar.value, dict) and _depth(grammar.value) > MAX_DEPTH:
             raise bad_field(param, f"nested deeper than {MAX_DEPTH}")
@@ -91,8 +90,7 @@ class GrammarChecker:
         if text in self._good:
             self._good.move_to_end(text)
             return text
-        async with self._lock:
-            answer = await self._helper.ask({"grammar": grammar.tried_text})
+        answer = await self._helpers.ask({"grammar": grammar.tried_text})
         if answer is None:
             raise bad_field(param, f"it takes more than {COMPILE_S:.0f} s or too much memory")
         if "error" in answer:

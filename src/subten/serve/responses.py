@@ -15,7 +15,7 @@ from subten.serve.generation import Generation, Job
 from subten.serve.grammar import of_format
 from subten.serve.protocol import ChatMessage, ResponsesBody, Sampled, read_body
 from subten.serve.requests import message_text, sampling_params, template_messages
-from subten.serve.streams import EventStream, collect, event
+from subten.serve.streams import EventStream, collect, event, unless_gone
 
 
 async def create_response(context: Context, request: Request) -> Response:
@@ -24,8 +24,9 @@ async def create_response(context: Context, request: Request) -> Response:
     context.check_model(body.model)
     context.generator.check_ready()
     asked = of_format(body.text.format if body.text else None, param="text.format")
-    grammar = await context.grammar(asked)
-    text = await context.need_templates("input").render(template_messages(_messages(body)))
+    grammar = await context.grammar(request, asked)
+    templates = context.need_templates("input")
+    text = await unless_gone(request, templates.render(template_messages(_messages(body))))
     prompt = await context.encode_chat(text, param="input")
     context.check_length(len(prompt), param="input")
     sampled = Sampled(model=body.model, temperature=body.temperature, top_p=body.top_p)

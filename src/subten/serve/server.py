@@ -89,15 +89,15 @@ def make_context(
 ) -> Context:
     """The parts of a server whose engine is ready."""
     info = ready.info
+    max_live = info.max_num_seqs + config.max_queued_requests
     tokenizer = None if ready.tokenizer is None else read_tokenizer(ready.tokenizer)
     templates = None
     if tokenizer is not None:
         tokenizer.chat_template = template or tokenizer.chat_template
-        templates = ChatTemplates(tokenizer)
+        templates = ChatTemplates(tokenizer, max_waiting=max_live)
     names = config.served_model_name or (_default_name(config.model),)
     metrics = Metrics(names[0], supervisor)
     supervisor.on_step = metrics.step_tokens.observe
-    max_live = info.max_num_seqs + config.max_queued_requests
     return Context(
         names=names,
         info=info,
@@ -111,7 +111,7 @@ def make_context(
             has_prefix_cache=config.engine.enable_prefix_caching,
         ),
         metrics=metrics,
-        grammars=GrammarChecker(),
+        grammars=GrammarChecker(max_waiting=max_live),
         keys=KeyRing(config.api_key),
         hosts=HostList(config.hosts),
         call_form=form_of(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -18,6 +18,8 @@ from subten.serve.generation import Generation, Piece
 STALL_S = 60.0
 """A client that takes nothing for so long, or a quarter longer, is given up."""
 DONE = b"data: [DONE]\n\n"
+
+T = TypeVar("T")
 
 _encode = msgspec.json.Encoder().encode
 
@@ -38,6 +40,20 @@ class ChoiceFrame:
     def event(self, choice: dict[str, Any]) -> bytes:
         """The event of one choice."""
         return self._begin + _encode(choice) + self._end
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which ends with ApiError 499 if the client goes away before."""
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_until_gone(request.receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client has gone")
+        return task.result()
+    finally:
+        watcher.cancel()
+        task.cancel()
 
 
 async def collect(request: Request, generation: Generation) -> list[Piece]:
@@ -169,8 +185,10 @@ class _StallWatch:
 
 
 async def _close_when_gone(receive: Receive, generation: Generation) -> None:
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            generation.close()
-            return
+    await _until_gone(receive)
+    generation.close()
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from subten.serve.errors import bad_field
-from subten.serve.helper import Helper
+from subten.serve.helper_pool import MAX_WAITING, HelperPool
 from subten.serve.strict_json import MAX_BODY_BYTES
 from subten.tokenizer import Tokenizer
 
@@ -26,13 +26,18 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 class ChatTemplates:
     """The prompt of a conversation, by the model's template; at most NUM_PROCESSES at a time."""
 
-    def __init__(self, tokenizer: Tokenizer, *, max_chars: int = MAX_TEXT_CHARS) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_chars: int = MAX_TEXT_CHARS,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
         self._tokenizer = tokenizer
         self._max_chars = max_chars
-        self._idle: asyncio.LifoQueue[Helper] = asyncio.LifoQueue()
-        self._all = [Helper(_MODULE, limit_s=RENDER_S) for _ in range(NUM_PROCESSES)]
-        for helper in self._all:
-            self._idle.put_nowait(helper)
+        self._helpers = HelperPool(
+            _MODULE, limit_s=RENDER_S, num=NUM_PROCESSES, max_waiting=max_waiting
+        )
         self._special = special_tokens(tokenizer)
         self._kwargs: frozenset[str] = frozenset()
 
@@ -43,7 +48,7 @@ class ChatTemplates:
             return
         # What a template says without messages, an error perhaps, is of no interest.
         request = {"template": template, "variables": {}, "max_chars": 2**20, "names": True}
-        answer, *_ = await asyncio.gather(*(helper.ask(request) for helper in self._all))
+        answer, *_ = await asyncio.gather(*(helper.ask(request) for helper in self._helpers.all))
         if answer is None:
             logger.warning("the chat template takes too long")
             return
@@ -51,8 +56,7 @@ class ChatTemplates:
 
     async def close(self) -> None:
         """End the processes."""
-        for helper in self._all:
-            await helper.close()
+        await self._helpers.close()
 
     async def render(
         self,
@@ -62,7 +66,8 @@ class ChatTemplates:
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation; ApiError 400 where the template cannot or may not make it.
+        """The text of a conversation; ApiError 400 where the template cannot or may not make it,
+        429 where too many wait for theirs.
 
         `kwargs` may set what the template reads and the server does not set itself.
         """
@@ -83,11 +88,7 @@ class ChatTemplates:
         if tools:
             variables["tools"] = list(tools)
         request = {"template": template, "variables": variables, "max_chars": self._max_chars}
-        helper = await self._idle.get()
-        try:
-            answer = await helper.ask(request)
-        finally:
-            self._idle.put_nowait(helper)
+        answer = await self._helpers.ask(request)
         if answer is None:
             raise bad_field(
                 "messages",
