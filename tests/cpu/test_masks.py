@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from subten.serve.logprobs import TokenTexts
-from subten.serve.masks import GrammarMask, make_tokenizer, new_matcher
+from subten.serve.masks import GrammarError, GrammarMask, make_tokenizer, new_matcher
 from subten.tokenizer import Tokenizer
 
 SPACE = "\u2581"
@@ -110,3 +110,13 @@ def test_forced_text_is_spelled_as_the_model_goes_on(name):
     made = make_tokenizer(tokens, tokenizer.encode_part, **settings)
     word = "the" if name == "byte_level" else "nam"
     assert made.tokenize_str(word) == [tokens.index(word.encode())]
+
+
+@pytest.mark.parametrize("text", ["axb", "xab", "abx"])
+def test_text_that_no_token_spells_is_told(text):
+    tokens = [b"a", b"b", b"</s>"]
+    settings = {"end_ids": (2,), "special_ids": (2,), "vocab_size": 3}
+    made = make_tokenizer(tokens, lambda _: [], **settings)
+    mask = GrammarMask(new_matcher(made, json.dumps({"lark": f'start: "{text}"'})), vocab_size=3)
+    with pytest.raises(GrammarError, match="no token of this model goes on"):
+        list(map(mask.next_mask, (None, 0, 1)))
