@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any, Protocol
@@ -38,6 +39,21 @@ Fault = Callable[[str], None]
 
 def no_fault(point: str) -> None:
     """The points of production, where nothing is made to fail."""
+
+
+@contextlib.contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """A panic of a Rust extension, which pyo3 makes no Exception, becomes a RuntimeError.
+
+    Each extension has a type of its own for it, under this name.
+    """
+    try:
+        yield
+    except BaseException as error:
+        kind = type(error)
+        if (kind.__module__, kind.__name__) != ("pyo3_runtime", "PanicException"):
+            raise
+        raise RuntimeError(f"panic: {error}") from error
 
 
 def refuse(kind: type[UserError], field_name: str, value: Any, allowed: str) -> UserError:
@@ -83,7 +99,8 @@ class SamplingParams:
 
     `logit_bias` is added to the logits of token ids. `allowed_token_ids`, if given, are the only
     ones. Before `min_tokens` tokens no end token and no stop token id is allowed and stop strings
-    are not looked for. `logprobs` n tells of each token its log-probability and the n likeliest;
+    are not looked for; where a mask allows nothing but the model's end, the answer ends all the
+    same. `logprobs` n tells of each token its log-probability and the n likeliest;
     `prompt_logprobs` does so of each prompt token but the first. Both come from the model's own
     logits, before everything that this class does to them.
     """
@@ -179,7 +196,7 @@ class LogitsMask(Protocol):
     """Which tokens a grammar allows next; one object serves one request.
 
     Called on the engine's thread between two tokens: it must be quick. What it raises ends its
-    own request with an error.
+    own request with an error; RequestError says that the request is to blame.
     """
 
     def next_mask(self, token_id: int | None) -> Any:
@@ -200,6 +217,13 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     ERROR = "error"
+
+
+class ErrorCause(StrEnum):
+    """What a request failed at: the engine, or its own mask, which cannot be followed."""
+
+    ENGINE = "engine"
+    MASK = "mask"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,8 +300,8 @@ class Sequence:
     `page_keys` are what full pages of its tokens are known by, as far as anybody has asked.
 
     The runner appends to `logprobs` and `prompt_logprobs` what the request asked for, one entry a
-    token (of the prompt: from its second on), and says in `failure` why a token could not be
-    chosen.
+    token (of the prompt: from its second on), and says in `failure` and its cause why a token could
+    not be chosen.
     """
 
     request: Request
@@ -294,6 +318,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     failure: str = ""
+    failure_cause: ErrorCause = ErrorCause.ENGINE
 
     @classmethod
     def from_request(cls, request: Request) -> Sequence:
@@ -369,7 +394,8 @@ class Batch:
 class TokenEvent:
     """One generated token, or the end of a request; `token_id` is None for an end without one.
 
-    `logprobs` are there where the request asked for them, `prompt_logprobs` with the first token.
+    `logprobs` are there where the request asked for them, `prompt_logprobs` with the first token,
+    `error_cause` with FinishReason.ERROR.
     """
 
     request_id: str
@@ -377,6 +403,7 @@ class TokenEvent:
     index: int
     finish_reason: FinishReason | None = None
     finish_detail: str = ""
+    error_cause: ErrorCause | None = None
     time_s: float = 0.0
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None

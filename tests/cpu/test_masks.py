@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from subten.serve.logprobs import TokenTexts
-from subten.serve.masks import GrammarMask, make_tokenizer, new_matcher
+from subten.serve.masks import GrammarError, GrammarMask, make_tokenizer, new_matcher
 from subten.tokenizer import Tokenizer
 
 SPACE = "\u2581"
@@ -106,7 +106,22 @@ def test_forced_text_is_spelled_as_the_model_goes_on(name):
     tokenizer = TOKENIZERS[name]()
     texts = TokenTexts(tokenizer)
     tokens = [texts.bytes_of(token_id) for token_id in range(tokenizer.vocab_size)]
-    settings = {"end_ids": (0,), "special_ids": sorted(tokenizer.special_ids), "vocab_size": len(tokens)}
-    made = make_tokenizer(tokens, tokenizer.encode_part, **settings)
+    made = make_tokenizer(
+        tokens,
+        tokenizer.encode_part,
+        end_ids=(0,),
+        special_ids=sorted(tokenizer.special_ids),
+        vocab_size=len(tokens),
+    )
     word = "the" if name == "byte_level" else "nam"
     assert made.tokenize_str(word) == [tokens.index(word.encode())]
+
+
+@pytest.mark.parametrize("text", ["axb", "xab", "abx"])
+def test_text_that_no_token_spells_is_told(text):
+    tokens = [b"a", b"b", b"</s>"]
+    settings = {"end_ids": (2,), "special_ids": (2,), "vocab_size": 3}
+    made = make_tokenizer(tokens, lambda _: [], **settings)
+    mask = GrammarMask(new_matcher(made, json.dumps({"lark": f'start: "{text}"'})), vocab_size=3)
+    with pytest.raises(GrammarError, match="no token of this model goes on"):
+        list(map(mask.next_mask, (None, 0, 1)))

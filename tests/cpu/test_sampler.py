@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import scripted_engine
 import torch
+from rust_panic import rust_panic
 from scripted import EOS, VOCAB_SIZE, ScriptedModel, hash_script, noise_script
 from scripted_engine import drain, expected, make_request, tokens_of
 
-from subten.core import FinishReason, Request, RequestError, SamplingParams, TokenEvent
+from subten.core import ErrorCause, FinishReason, Request, RequestError, SamplingParams, TokenEvent
 from subten.engine.engine import Engine
 from subten.engine.logprobs import ROWS_AT_ONCE, read_logprobs
 from subten.engine.prompts import check_params
@@ -201,25 +202,55 @@ def test_masks_of_both_kinds_join() -> None:
     assert tokens_of(run(request)["a"]) == [5, 5, 5]
 
 
-class Raising:
-    def next_mask(self, token_id: int | None) -> Any:
-        if token_id is None:
-            return words({8})
-        raise ValueError("no such state")
+@pytest.mark.parametrize(
+    ("stop_token_ids", "ignore_eos"), [((), False), ((EOS,), True), ((7,), False)]
+)
+def test_a_mask_that_is_complete_ends_before_the_least_length(
+    stop_token_ids: tuple[int, ...], ignore_eos: bool
+) -> None:
+    mask = Grammar(lambda t: {7, 8, EOS} if t is None else {EOS})
+    given = {"stop_token_ids": stop_token_ids, "ignore_eos": ignore_eos, "min_tokens": 5}
+    bias = {EOS: 100.0, 7: 90.0} if stop_token_ids == (7,) else {EOS: 100.0, 8: 90.0}
+    events = run(make_request("a", [1], mask=mask, logit_bias=bias, **given))["a"]
+    # While another token is allowed the end is not.
+    assert tokens_of(events) == [8, EOS]
+    assert events[-1].finish_reason is FinishReason.STOP
+
+
+def raising(error: Callable[[], Any]) -> Any:
+    """A mask that fails after its first token."""
+
+    class Raising:
+        def next_mask(self, token_id: int | None) -> Any:
+            return words({8}) if token_id is None else error()
+
+    return Raising()
+
+
+def throw(error: BaseException) -> Callable[[], Any]:
+    def raise_it() -> Any:
+        raise error
+
+    return raise_it
+
+
+ENGINE, MASK = ErrorCause.ENGINE, ErrorCause.MASK
 
 
 @pytest.mark.parametrize(
-    ("mask", "num_tokens", "detail"),
+    ("mask", "num_tokens", "cause", "detail"),
     [
-        (Raising(), 1, "the mask failed: ValueError: no such state"),
-        (Grammar(lambda t: {8} if t is None else set()), 1, "none that is allowed is finite"),
-        (Grammar(lambda _: {EOS}), 0, "none that is allowed is finite"),
+        (raising(throw(ValueError("odd"))), 1, ENGINE, "the mask failed: ValueError: odd"),
+        (raising(throw(RequestError("too deep"))), 1, MASK, "too deep"),
+        (raising(rust_panic), 1, ENGINE, "the mask failed: RuntimeError: panic: "),
+        (Grammar(lambda t: {8} if t is None else set()), 1, MASK, "no token is left"),
+        (Grammar(lambda _: {9}), 0, MASK, "no token is left"),
     ],
 )
 def test_mask_that_fails_ends_its_own_request_alone(
-    mask: Any, num_tokens: int, detail: str
+    mask: Any, num_tokens: int, cause: ErrorCause, detail: str
 ) -> None:
-    own = make_request("own", [1], mask=mask, min_tokens=2)
+    own = make_request("own", [1], mask=mask, min_tokens=2, stop_token_ids=(9,))
     others = [
         make_request("plain", [2] * 70, ignore_eos=True),
         make_request("masked", [3], mask=Grammar(lambda _: {11, 12})),
@@ -228,9 +259,16 @@ def test_mask_that_fails_ends_its_own_request_alone(
     assert tokens_of(events["own"]) == [8] * num_tokens
     assert events["own"][-1].finish_reason is FinishReason.ERROR
     assert detail in events["own"][-1].finish_detail
+    assert events["own"][-1].error_cause is cause
     assert tokens_of(events["plain"]) == tokens_of(run(others[0])["plain"])
     assert set(tokens_of(events["masked"])) <= {11, 12}
     assert events["masked"][-1].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_ends_the_process_is_no_failure_of_a_mask(error: type[BaseException]) -> None:
+    with pytest.raises(error):
+        run(make_request("a", [1], mask=raising(throw(error()))))
 
 
 @pytest.mark.parametrize("bad", [np.zeros(NUM_WORDS - 1, np.uint32), np.zeros(NUM_WORDS)])

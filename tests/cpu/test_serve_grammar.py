@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("openai")
 
-from openai import BadRequestError, OpenAI
+from openai import APIError, BadRequestError, OpenAI
 from serving import GENE, KEY, MODEL, TEXTS, Server
 
 
@@ -225,3 +225,46 @@ def test_one_grammar_at_a_time(client):
         with pytest.raises(BadRequestError) as caught:
             client.chat.completions.create(**settings, **other)
         assert caught.value.param == "structured_outputs"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_whose_grammar_is_complete_ends_before_min_tokens(client, stream):
+    asked = {"min_tokens": 10, "structured_outputs": {"choice": ["yes", "no"]}}
+    settings = {"model": MODEL, "prompt": "hi", "extra_body": asked, "stream": stream}
+    answer = client.completions.create(**settings)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    assert "".join(choice.text for choice in choices) in ("yes", "no")
+    assert choices[-1].finish_reason == "stop"
+
+
+LATE = "|".join(f"[a-z]{{1,{i}}}{i}" for i in range(1, 300))
+"""Can be begun, and then needs more than it may have."""
+
+
+STOPPED = {"min_tokens": 5, "stop_token_ids": [ord("x")]}
+CONST = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": "axb"}}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"structured_outputs": {"regex": LATE}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": ["xyz"]}} | STOPPED, "structured_outputs.choice"),
+        ({"response_format": CONST} | STOPPED, "response_format.json_schema.schema"),
+    ],
+    ids=["limits", "stop tokens", "stop tokens later"],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_fails_on_its_way_is_the_requests_error(client, asked, param, stream):
+    def ask() -> None:
+        settings = {"model": MODEL, "messages": chat("hi"), "max_tokens": 200}
+        list(client.chat.completions.create(**settings, extra_body=asked, stream=stream))
+
+    # A stream that has begun ends with the error as an event, which has no status.
+    with pytest.raises(APIError) as caught:
+        ask()
+    assert caught.value.body["param"] == param
+    assert caught.value.body["type"] == "invalid_request_error"
+    assert caught.value.body["message"].startswith(f"{param}: cannot be followed: ")
+    assert getattr(caught.value, "status_code", 400) == 400
+    assert stream or caught.type is BadRequestError

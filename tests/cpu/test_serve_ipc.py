@@ -14,7 +14,7 @@ pytest.importorskip("msgspec")
 import msgspec
 from scripted import ScriptedModel, byte_tokenizer, fake_loaded
 
-from subten.core import FinishReason, SamplingParams, TokenLogprobs
+from subten.core import ErrorCause, FinishReason, SamplingParams, TokenLogprobs
 from subten.engine.llm import LLM
 from subten.serve import ipc
 from subten.serve.channel import Channel
@@ -32,6 +32,7 @@ TOKEN = ipc.TokenOut(
     request_id="7",
     token_id=5,
     finish_reason=FinishReason.STOP,
+    error_cause=ErrorCause.MASK,
     logprobs=TokenLogprobs(5, -0.5, 1, ((5, -0.5), (6, float("-inf")))),
 )
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from subten.cache.use import CacheUse
 from subten.core import (
     Batch,
+    ErrorCause,
     Fault,
     FinishReason,
     OverloadError,
@@ -17,6 +18,7 @@ from subten.core import (
     Sequence,
     TokenEvent,
     no_fault,
+    panics_as_errors,
 )
 from subten.engine.scheduler import BAD_LOGITS, Scheduler
 from subten.engine.stats import EngineStats, Timings
@@ -159,8 +161,9 @@ class Engine:
 
     def _event(self, record: RequestRecord, token: int, now_s: float) -> TokenEvent:
         if token == BAD_LOGITS:
-            detail = record.sequence.failure or _bad_logits(record.sequence)
-            return self._end(record, FinishReason.ERROR, detail=detail, time_s=now_s)
+            sequence = record.sequence
+            detail, cause = sequence.failure or _bad_logits(sequence), sequence.failure_cause
+            return self._end(record, FinishReason.ERROR, detail=detail, cause=cause, time_s=now_s)
         record.token_times_s.append(now_s)
         self.stats.num_output_tokens += 1
         detail = ""
@@ -192,7 +195,8 @@ class Engine:
         if reason is FinishReason.STOP or record.output is None:
             return reason
         self._fault("text")
-        return FinishReason.STOP if record.output.push(token) else reason
+        with panics_as_errors():
+            return FinishReason.STOP if record.output.push(token) else reason
 
     def _end(
         self,
@@ -201,12 +205,14 @@ class Engine:
         *,
         token_id: int | None = None,
         detail: str = "",
+        cause: ErrorCause = ErrorCause.ENGINE,
         time_s: float | None = None,
     ) -> TokenEvent:
         sequence = record.sequence
         request_id = sequence.request.request_id
         try:
-            is_stopped = record.output is not None and record.output.finish()
+            with panics_as_errors():
+                is_stopped = record.output is not None and record.output.finish()
         except Exception as error:  # noqa: BLE001
             is_stopped = False
             if reason is not FinishReason.CANCELLED:
@@ -227,6 +233,7 @@ class Engine:
             index=sequence.num_output - (token_id is not None),
             finish_reason=reason,
             finish_detail=detail,
+            error_cause=cause if reason is FinishReason.ERROR else None,
             time_s=self._clock() if time_s is None else time_s,
             **({} if token_id is None else _logprobs(sequence)),
         )

@@ -13,7 +13,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from subten.core import BatchItem, Fault, LogitsMask, Sequence, TokenLogprobs, no_fault
+from subten.core import (
+    BatchItem,
+    ErrorCause,
+    Fault,
+    LogitsMask,
+    RequestError,
+    Sequence,
+    TokenLogprobs,
+    no_fault,
+    panics_as_errors,
+)
 from subten.engine.logprobs import read_logprobs
 from subten.engine.scheduler import BAD_LOGITS
 from subten.kernels.sample import SamplingTensors
@@ -235,15 +245,39 @@ class Sampler:
         words_W = self._allowed_words(sequence)
         if request.mask is not None and not sequence.failure:
             try:
-                words_W = words_W & self._mask_words(request.mask, sequence)
-            # Whatever a mask raises is the matter of its own request alone.
+                with panics_as_errors():
+                    words_W = words_W & self._mask_words(request.mask, sequence)
+            except RequestError as error:
+                sequence.failure, sequence.failure_cause = str(error), ErrorCause.MASK
+                return words_W
+            # Whatever else a mask raises is the matter of its own request alone, too.
             except Exception as error:  # noqa: BLE001
                 sequence.failure = f"the mask failed: {type(error).__name__}: {error}"
                 return words_W
         if sequence.num_output < request.sampling.min_tokens:
-            ends = [i for i in request.end_token_ids if i < self._vocab_size]
-            words_W = words_W & ~_pack(ends, len(words_W))
+            words_W = self._without_ends(words_W, sequence)
+        if request.mask is not None and not sequence.failure and not words_W.any():
+            sequence.failure = (
+                "no token is left: the mask, allowed_token_ids, and stop_token_ids before "
+                "min_tokens exclude each one"
+            )
+            sequence.failure_cause = ErrorCause.MASK
         return words_W
+
+    def _without_ends(self, words_W: Words, sequence: Sequence) -> Words:
+        """Words of tokens that do not end a sequence; those of its end where a mask has no other.
+
+        A stop token is no end of a mask: what it allows would be cut there.
+        """
+        request = sequence.request
+        longer_W = words_W & ~self._pack_known(request.end_token_ids)
+        if request.mask is None or longer_W.any():
+            return longer_W
+        return words_W & self._pack_known(request.eos_token_ids)
+
+    def _pack_known(self, token_ids: tuple[int, ...]) -> Words:
+        known = [token_id for token_id in token_ids if token_id < self._vocab_size]
+        return _pack(known, -(-self._vocab_size // 32))
 
     def _allowed_words(self, sequence: Sequence) -> Words:
         request_id = sequence.request.request_id

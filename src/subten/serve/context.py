@@ -65,12 +65,12 @@ class Context:
             raise bad_field(param, "this model has no tokenizer; send token ids")
         return self.templates
 
-    async def grammar(self, request: Request, asked: Grammar | None) -> str:
-        """A grammar for the engine, "" for None; ApiError 400 where it cannot be followed."""
-        if asked is None:
-            return ""
-        self.need_tokenizer(asked.param)
-        return await unless_gone(request, self.grammars.check(asked))
+    async def grammar(self, request: Request, asked: Grammar | None) -> Grammar | None:
+        """A grammar that was tried; ApiError 400 where it cannot be followed."""
+        if asked is not None:
+            self.need_tokenizer(asked.param)
+            await unless_gone(request, self.grammars.check(asked))
+        return asked
 
     async def encode(self, text: str, *, param: str, is_part: bool = False) -> list[int]:
         """Token ids of a text; `is_part` adds no BOS that is not in it.

@@ -103,7 +103,7 @@ class EngineLoop:
         """Add the requests whose grammars are ready."""
         for message, mask in self._masks.take():
             if isinstance(mask, str):
-                refused = ipc.Refused(request_id=message.request_id, message=mask)
+                refused = ipc.Refused(request_id=message.request_id, message=mask, is_grammar=True)
                 self._channel.send(refused)
             else:
                 self._add(message, mask)
@@ -164,6 +164,7 @@ class EngineLoop:
             token_id=event.token_id,
             finish_reason=event.finish_reason,
             detail=event.finish_detail,
+            error_cause=event.error_cause,
             num_cached=num_cached,
             queue_s=queue_s,
             logprobs=event.logprobs,

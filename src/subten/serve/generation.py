@@ -15,10 +15,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Container, Sequence
 from dataclasses import dataclass, field, replace
 
-from subten.core import PAGE_SIZE, FinishReason, SamplingParams, TokenLogprobs
+from subten.core import PAGE_SIZE, ErrorCause, FinishReason, SamplingParams, TokenLogprobs
 from subten.engine.stop import Detokenizer, NoText, TextOutput
 from subten.serve import ipc
 from subten.serve.errors import ApiError, bad_field
+from subten.serve.grammar import Grammar
 from subten.serve.metrics import Metrics
 from subten.serve.supervisor import EngineFault, EngineState, StreamEvent, Supervisor
 from subten.tokenizer import Tokenizer
@@ -36,7 +37,7 @@ class Job:
     sampling: SamplingParams
     n: int = 1
     tenant: str = ""
-    grammar: str = ""
+    grammar: Grammar | None = None
     shown_tokens: Container[int] = ()
     """Special tokens that are part of the text, which leaves out the others."""
 
@@ -142,6 +143,7 @@ class Generation:
         base = secrets.randbelow(_SEEDS) if job.sampling.seed is None else job.sampling.seed
         # Stop strings are matched here.
         sampling = replace(job.sampling, stop=(), seed=None)
+        grammar = "" if job.grammar is None else job.grammar.text
         for index, number in enumerate(numbers):
             tokenizer = generator.tokenizer
             prompt = job.prompts[index // job.n]
@@ -159,7 +161,7 @@ class Generation:
                 sampling=sampling,
                 seed=(base + index % job.n) % _SEEDS,
                 tenant=job.tenant,
-                grammar=job.grammar,
+                grammar=grammar,
             )
             first = self._choices[index - index % job.n]
             is_held = choice is not first and generator.shares_prefix(prompt, sampling)
@@ -253,7 +255,7 @@ class Generation:
 
     def _add(self, piece: Piece, choice: _Choice, event: StreamEvent) -> None:
         """Put what an event adds to its answer into `piece`; ApiError for a failure."""
-        failure = _failure(event)
+        failure = self._failure(event)
         if failure is not None:
             self._is_failed = True
             self._end(choice, "rejected" if isinstance(event, ipc.Refused) else "error")
@@ -275,6 +277,26 @@ class Generation:
             piece.finish_reason = finish
             self._end(choice, finish)
 
+    def _failure(self, event: StreamEvent) -> ApiError | None:
+        if isinstance(event, EngineFault):
+            return ApiError(503, event.message, code="engine_failed")
+        if isinstance(event, ipc.Refused):
+            if event.is_overload:
+                return ApiError(429, event.message, code="queue_full")
+            if event.is_grammar:
+                return self._bad_grammar(event.message)
+            return ApiError(400, event.message, param=event.message.partition(":")[0])
+        if event.error_cause is ErrorCause.MASK:
+            return self._bad_grammar(event.detail)
+        if event.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
+            logger.warning("request %s failed: %s", event.request_id, event.detail)
+            return ApiError(500, "the engine failed at this request", code="engine_error")
+        return None
+
+    def _bad_grammar(self, detail: str) -> ApiError:
+        assert self._job.grammar is not None
+        return bad_field(self._job.grammar.param, f"cannot be followed: {detail}")
+
     def _end(self, choice: _Choice, reason: str) -> None:
         assert choice.finish is None, choice.finish
         choice.finish = reason
@@ -293,16 +315,3 @@ class Generation:
             span_s = choice.last_s - choice.first_s
             metrics.decode.observe(span_s)
             metrics.tpot.observe(span_s / (choice.num_tokens - 1))
-
-
-def _failure(event: StreamEvent) -> ApiError | None:
-    if isinstance(event, EngineFault):
-        return ApiError(503, event.message, code="engine_failed")
-    if isinstance(event, ipc.Refused) and event.is_overload:
-        return ApiError(429, event.message, code="queue_full")
-    if isinstance(event, ipc.Refused):
-        return ApiError(400, event.message, param=event.message.partition(":")[0])
-    if event.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
-        logger.warning("request %s failed: %s", event.request_id, event.detail)
-        return ApiError(500, "the engine failed at this request", code="engine_error")
-    return None

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from subten.config import EngineConfig
-from subten.core import FinishReason, SamplingParams, TokenLogprobs
+from subten.core import ErrorCause, FinishReason, SamplingParams, TokenLogprobs
 
 TO_ENGINE_BYTES = 64 * 2**20
 FROM_ENGINE_BYTES = 256 * 2**20
@@ -103,6 +103,7 @@ class TokenOut(Message):
     token_id: int | None
     finish_reason: FinishReason | None = None
     detail: str = ""
+    error_cause: ErrorCause | None = None
     num_cached: int = 0
     queue_s: float = 0.0
     logprobs: TokenLogprobs | None = None
@@ -117,11 +118,15 @@ class Tokens(Message, tag="tokens"):
 
 
 class Refused(Message, tag="refused"):
-    """The engine does not take a request, or `is_overload`, not now."""
+    """The engine does not take a request, or `is_overload`, not now.
+
+    `is_grammar` says that `message` tells why its grammar cannot be followed.
+    """
 
     request_id: str
     message: str
     is_overload: bool = False
+    is_grammar: bool = False
 
 
 class ExpertLoadOut(Message):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from subten.core import panics_as_errors
 from subten.engine.llm import LLM
 from subten.serve import ipc
 from subten.serve.logprobs import TokenTexts
@@ -60,10 +61,11 @@ class MaskMaker:
         try:
             if message.request_id not in self._waiting:
                 return
-            mask = self._mask(message.grammar)
+            with panics_as_errors():
+                mask = self._mask(message.grammar)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this request's
             logger.warning("a grammar failed: %s", type(error).__name__)
-            mask = f"response_format or structured_outputs: cannot be followed: {error}"
+            mask = str(error)
         self._made.append((message, mask))
         self._wake()
 

@@ -11,11 +11,13 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
+from subten.core import RequestError
+
 _BEFORE = "\x02"
 """Encoded before a text, as some vocabularies add a space at a start; no merge has it."""
 
 
-class GrammarError(ValueError):
+class GrammarError(RequestError):
     """A grammar that is none, or that cannot be followed within the limits."""
 
 
@@ -33,7 +35,10 @@ class GrammarMask:
             matcher.consume_token(token_id)
         words = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint32)
         if matcher.is_error():
-            raise GrammarError(matcher.get_error().split("\n")[0])
+            error = matcher.get_error().split("\n")[0]
+            # What it says where the vocabulary cannot spell the text.
+            is_stuck = error.startswith("NoExtension")
+            raise GrammarError("no token of this model goes on" if is_stuck else error)
         # Its masks have room for one token more.
         return words[: self._num_words]
 
