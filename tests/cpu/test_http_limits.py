@@ -29,12 +29,21 @@ async def answer_ok(_scope: Any, _receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-def with_server(use: Callable[[int], Coroutine[Any, Any, None]]) -> None:
+async def answer_slowly(_scope: Any, _receive: Any, send: Any) -> None:
+    """An answer that takes longer than headers may."""
+    headers = [(b"content-length", b"2")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b"o", "more_body": True})
+    await asyncio.sleep(2 * LIMIT_S)
+    await send({"type": "http.response.body", "body": b"k"})
+
+
+def with_server(use: Callable[[int], Coroutine[Any, Any, None]], app: Any = answer_ok) -> None:
     """Run a server of our protocol and `use` with its port."""
 
     async def run() -> None:
         settings = {"http": LimitedProtocol, "lifespan": "off", "log_config": None, "ws": "none"}
-        server = uvicorn.Server(uvicorn.Config(answer_ok, port=0, **settings))
+        server = uvicorn.Server(uvicorn.Config(app, port=0, **settings))
         task = asyncio.create_task(server.serve())
         while not server.started:
             await asyncio.sleep(0.01)
@@ -89,6 +98,35 @@ def test_headers_a_byte_at_a_time_have_no_more_time(monkeypatch):
         assert (await answer).startswith(b"HTTP/1.1 408")
 
     with_server(use)
+
+
+@pytest.mark.parametrize("sent", [b"\r\n", b"GET /", HEAD, HEAD + b"\r\n" + HEAD])
+@pytest.mark.parametrize("is_together", [True, False])
+def test_what_comes_while_an_answer_runs_does_not_cut_it(monkeypatch, sent, is_together):
+    monkeypatch.setattr(http_limits, "HEADER_TIMEOUT_S", LIMIT_S)
+    whole = b"\r\n\r\nok"
+
+    async def use(port: int) -> None:
+        reader, writer = await connect(port)
+        writer.write(HEAD + b"\r\n" + (sent if is_together else b""))
+        data = await reader.readuntil(b"\r\n\r\no")
+        if not is_together:
+            writer.write(sent)
+        data += await reader.readexactly(1)
+        if sent.startswith(HEAD + b"\r\n"):
+            assert (await reader.readuntil(whole)).startswith(b"HTTP/1.1 200")
+        assert data.startswith(b"HTTP/1.1 200")
+        assert data.endswith(whole)
+        if sent == b"\r\n":
+            # An empty line between requests is nothing that has to end.
+            await asyncio.sleep(2 * LIMIT_S)
+            writer.write(HEAD + b"\r\n")
+            assert (await reader.readuntil(whole)).startswith(b"HTTP/1.1 200")
+        else:
+            assert (await reader.read()).startswith(b"HTTP/1.1 408")
+        writer.close()
+
+    with_server(use, answer_slowly)
 
 
 def test_a_connection_too_many_is_closed_and_the_others_go_on(monkeypatch):

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from serving import KEY, MODEL, TEXTS, Server, children, raw
 from test_serve_limits import BIG, CHAT_NUMBERS, NUMBERS, check_alive, check_error
 
-from subten.serve import protocol
+from subten.serve import admin, protocol
 from subten.serve.errors import ApiError
 from subten.serve.protocol import ChatBody, parse
 from subten.serve.strict_json import OFF_LOOP_BYTES
@@ -178,3 +178,29 @@ def test_large_bodies_are_checked_beside_the_event_loop(monkeypatch):
     for size in (10, OFF_LOOP_BYTES):
         asyncio.run(read(size))
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+def test_many_tokens_are_spelled_beside_the_event_loop():
+    threads = set()
+
+    def id_to_token(_token_id: int) -> str:
+        threads.add(threading.current_thread())
+        return "a"
+
+    async def encode(*_args: Any, **_kwargs: Any) -> list[int]:
+        return [1, 2]
+
+    async def stream() -> Any:
+        yield b'{"prompt": "ab", "return_token_strs": true}'
+
+    tokenizer = SimpleNamespace(backend=SimpleNamespace(id_to_token=id_to_token))
+    context: Any = SimpleNamespace(
+        check_model=lambda _name: None,
+        encode=encode,
+        info=SimpleNamespace(max_model_len=9),
+        need_tokenizer=lambda _param: tokenizer,
+    )
+    request: Any = SimpleNamespace(headers={}, stream=stream)
+    answer = asyncio.run(admin.tokenize(context, request))
+    assert json.loads(answer.body)["token_strs"] == ["a", "a"]
+    assert threading.main_thread() not in threads

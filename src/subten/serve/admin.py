@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -14,6 +16,7 @@ from subten.serve.errors import bad_field, json_response
 from subten.serve.protocol import DetokenizeBody, TokenizeBody, read_body
 from subten.serve.requests import template_messages
 from subten.serve.streams import unless_gone
+from subten.tokenizer import Tokenizer
 
 
 def list_models(context: Context) -> Response:
@@ -73,8 +76,8 @@ async def tokenize(context: Context, request: Request) -> Response:
         "tokens": token_ids,
     }
     if body.return_token_strs:
-        backend = context.need_tokenizer("return_token_strs").backend
-        shown["token_strs"] = [backend.id_to_token(token_id) for token_id in token_ids]
+        tokenizer = context.need_tokenizer("return_token_strs")
+        shown["token_strs"] = await asyncio.to_thread(_spellings, tokenizer, token_ids)
     return json_response(shown)
 
 
@@ -84,6 +87,10 @@ async def detokenize(context: Context, request: Request) -> Response:
     context.check_model(body.model)
     context.check_ids(body.tokens, param="tokens")
     return json_response({"prompt": await context.decode(body.tokens, param="tokens")})
+
+
+def _spellings(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str | None]:
+    return [tokenizer.backend.id_to_token(token_id) for token_id in token_ids]
 
 
 def _model(context: Context, name: str) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -19,7 +20,7 @@ from subten.serve.grammar import (
     of_strict_calls,
     of_structured_outputs,
 )
-from subten.serve.logprobs import TokenTexts, chat_logprobs
+from subten.serve.logprobs import chat_logprobs
 from subten.serve.protocol import ChatBody, read_body
 from subten.serve.requests import (
     check_stream_options,
@@ -57,9 +58,10 @@ async def create_chat_completion(context: Context, request: Request) -> Response
         events = _events(generation, writer, has_usage=has_usage)
         return await EventStream(generation, events).prepare(request)
     pieces = await collect(request, generation)
-    choices = [writer.choice(piece) for piece in pieces]
-    head = writer.head | {"object": "chat.completion"}
-    return json_response(head | {"choices": choices, "usage": usage_of(generation)})
+    usage = usage_of(generation)
+    if writer.has_logprobs:
+        return await asyncio.to_thread(writer.response, pieces, usage)
+    return writer.response(pieces, usage)
 
 
 async def _prompt(context: Context, body: ChatBody) -> list[int]:
@@ -131,7 +133,7 @@ class _Writer:
     """Makes the objects of a stream or of a whole answer."""
 
     def __init__(self, context: Context, body: ChatBody) -> None:
-        self._texts = TokenTexts(context.need_tokenizer("logprobs")) if body.logprobs else None
+        self._texts = context.token_texts if body.logprobs else None
         # A forced call is JSON by itself, whatever form the model uses of its own will.
         is_forced = _is_call_forced(body)
         self._form = None if is_forced else context.call_form
@@ -146,6 +148,17 @@ class _Writer:
             "created": context.created_now(),
             "model": body.model,
         }
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether an answer takes long to write: the events of others do not wait for it."""
+        return self._texts is not None
+
+    def response(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> Response:
+        """Whole answers."""
+        head = self.head | {"object": "chat.completion"}
+        choices = [self.choice(piece) for piece in pieces]
+        return json_response(head | {"choices": choices, "usage": usage})
 
     def choice(self, piece: Piece) -> dict[str, Any]:
         """A whole answer."""

@@ -16,6 +16,7 @@ from subten.serve.auth import HostList, KeyRing
 from subten.serve.errors import ApiError, bad_field
 from subten.serve.generation import Generator
 from subten.serve.grammar import Grammar, GrammarChecker
+from subten.serve.logprobs import TokenTexts
 from subten.serve.metrics import Metrics
 from subten.serve.streams import unless_gone
 from subten.serve.templates import ChatTemplates
@@ -38,6 +39,11 @@ class Context:
     hosts: HostList
     call_form: CallForm | None
     created_s: int = field(default_factory=lambda: int(time.time()))
+
+    @functools.cached_property
+    def token_texts(self) -> TokenTexts:
+        """Texts of single tokens; ApiError 400 where the model has no tokenizer."""
+        return TokenTexts(self.need_tokenizer("logprobs"))
 
     def created_now(self) -> int:
         """The time for `created`, in seconds."""
@@ -83,9 +89,13 @@ class Context:
             return encode(text)
         return await asyncio.to_thread(encode, text)
 
-    async def decode(self, token_ids: Sequence[int], *, param: str) -> str:
-        """The text of token ids, special tokens included."""
-        decode = functools.partial(self.need_tokenizer(param).decode, skip_special_tokens=False)
+    async def decode(
+        self, token_ids: Sequence[int], *, param: str, skip_special_tokens: bool = False
+    ) -> str:
+        """The text of token ids; that of many is made beside the event loop."""
+        decode = functools.partial(
+            self.need_tokenizer(param).decode, skip_special_tokens=skip_special_tokens
+        )
         if len(token_ids) <= LONG_TEXT:
             return decode(token_ids)
         return await asyncio.to_thread(decode, token_ids)

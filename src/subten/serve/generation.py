@@ -96,11 +96,9 @@ class Generator:
         if self.supervisor.state is not EngineState.READY:
             raise ApiError(503, "the engine does not serve now", code="engine_not_ready")
 
-    def shares_prefix(self, prompt: Sequence[int], sampling: SamplingParams) -> bool:
+    def shares_prefix(self, prompt: Sequence[int]) -> bool:
         """Whether further answers to a prompt find whole pages of it once one has computed it."""
-        return (
-            self._has_prefix_cache and len(prompt) > PAGE_SIZE and sampling.prompt_logprobs is None
-        )
+        return self._has_prefix_cache and len(prompt) > PAGE_SIZE
 
     def start(self, job: Job) -> Generation:
         """Send a job to the engine; ApiError 400 where it has more answers than ever can wait and
@@ -164,7 +162,12 @@ class Generation:
                 grammar=grammar,
             )
             first = self._choices[index - index % job.n]
-            is_held = choice is not first and generator.shares_prefix(prompt, sampling)
+            is_held = False
+            if choice is not first:
+                # What a prompt's tokens had comes once, and before the other answers.
+                request.sampling = replace(sampling, prompt_logprobs=None)
+                has_own = sampling.prompt_logprobs is not None
+                is_held = has_own or generator.shares_prefix(prompt)
             if is_held:
                 first.followers.append(request)
             self._supervisor.submit(request, functools.partial(self._take, choice), is_held=is_held)

@@ -26,6 +26,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _num_body_bytes = 0
     _is_refused = False
     _is_in_head = True
+    _has_begun_head = False
 
     def connection_made(self, transport: Any) -> None:
         """Take a connection, if there are not too many."""
@@ -44,7 +45,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Parse, unless the connection was refused."""
         if self._is_refused or self.parser is None:
             return
-        if self._is_in_head and self._header_timer is None:
+        if self._is_in_head:
             self._await_head()
         # A header or a chunk extension that never ends is in no callback: all bytes are counted.
         self._num_raw_bytes += len(data)
@@ -61,10 +62,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
-        self._is_in_head = True
+        self._is_in_head = self._has_begun_head = True
         # Its first bytes may have come together with the request before it.
-        if self._header_timer is None:
-            self._await_head()
+        self._await_head()
 
     def on_url(self, url: bytes) -> None:
         """A part of the request's target."""
@@ -83,7 +83,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Pass the request on."""
-        self._is_in_head = False
+        self._is_in_head = self._has_begun_head = False
         self._cancel_timer()
         if not self._is_refused:
             super().on_headers_complete()
@@ -101,7 +101,17 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._is_refused:
             super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        """An answer has ended; of the next request a part may be there."""
+        super().on_response_complete()
+        if self._has_begun_head:
+            self._await_head()
+
     def _await_head(self) -> None:
+        # While an answer runs the next request has time, and an empty line is none (RFC 9112, 2.2).
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if is_answering or self._header_timer is not None or self.transport.is_closing():
+            return
         self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self._time_out)
 
     def _time_out(self) -> None:

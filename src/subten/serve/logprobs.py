@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import functools
 import math
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ class TokenTexts:
     """Bytes and text of single tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._backend = tokenizer.backend
         # As pickling has it: all of a tokenizer as JSON takes long for a large vocabulary.
         decoder = tokenizer.backend.decoder
@@ -39,7 +38,7 @@ class TokenTexts:
             return b"".join(
                 bytes([table[char]]) if char in table else char.encode() for char in spelling
             )
-        byte = self._tokenizer.byte_of(token_id)
+        byte = self.tokenizer.byte_of(token_id)
         if byte is not None:
             return bytes([byte])
         return str(spelling).replace("\u2581", " ").encode()
@@ -75,13 +74,16 @@ class CompletionLogprobs:
     """Makes the `logprobs` of one answer to a completion, piece by piece.
 
     `text_offset` is where in the text a token begins, in characters. It is counted from the tokens:
-    the text of a piece may lag behind them, and may end where a token is within a character.
+    the text of a piece may lag behind them, and may end where a token is within a character. What
+    the text leaves out, a special token or a space at its start, takes no character of it.
     """
 
-    def __init__(self, texts: TokenTexts) -> None:
+    def __init__(
+        self, texts: TokenTexts, *, context: Sequence[int] = (), num_chars: int = 0
+    ) -> None:
         self._texts = texts
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._num_chars = 0
+        self._stream = texts.tokenizer.stream(context=context)
+        self._num_chars = num_chars
 
     def of(self, entries: Sequence[TokenLogprobs | int]) -> dict[str, Any]:
         """`logprobs` of the next tokens; a plain id is one without a number, a prompt's first."""
@@ -93,7 +95,7 @@ class CompletionLogprobs:
         for found in entries:
             token_id = found if isinstance(found, int) else found.token_id
             offsets.append(self._num_chars)
-            self._num_chars += len(self._decoder.decode(texts.bytes_of(token_id)))
+            self._num_chars += len(self._stream.push(token_id))
             tokens.append(texts.text_of(token_id))
             if isinstance(found, int):
                 chosen.append(None)
