@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from subten import cli, cli_bench
 from subten.cli import app
 from subten.codecs import CODECS
 from subten.core import ConfigError
+from subten.device import detect
 
 runner = CliRunner()
 DEVICE = "cpu"
@@ -346,8 +348,8 @@ def test_plan_of_a_shape_and_of_a_model(model):
     own = run_json("plan", "--model", model, "--context-len", "64", "--json")
     assert own["kv_bytes_per_token"] == 256
     assert own["context_len"] == 64
-    assert "model, shape: got 'both'" in refusal("plan", "--model", model, "--shape", "x")
-    assert "model, shape: got 'neither'" in refusal("plan")
+    assert "model, shape: got both;" in refusal("plan", "--model", model, "--shape", "x")
+    assert "model, shape: got neither;" in refusal("plan")
     adaptive = ("plan", "--shape", "mixtral-8x7b", "--kv-cache-dtype", "adaptive")
     assert run_json(*adaptive, "--kv-bits-budget", "3.3", "--json")["kv_true_bits"] == 3.3
     for bad in ([], ["--kv-bits-budget", "nan"], ["--kv-bits-budget", "17"]):
@@ -356,16 +358,51 @@ def test_plan_of_a_shape_and_of_a_model(model):
 
 
 def test_plan_stays_within_the_context_of_the_model(model):
-    shape, own = ("plan", "--shape", "llama-3-70b"), ("plan", "--model", model)
-    for command, longest in ((shape, 8192), (own, 256)):
-        assert run_json(*command, "--json")["context_len"] == longest
-        whole = run_json(*command, "--context-len", str(longest), "--json")
-        assert whole["context_len"] == longest
-        message = refusal(*command, "--context-len", str(longest + 1))
-        allowed = f"1 to {longest}, the model's own context"
-        assert message == f"context_len: got {longest + 1}; allowed: {allowed}"
-    longer = run_json("plan", "--shape", "mixtral-8x7b", "--json")
-    assert longer["context_len"] == 8192
+    own = ("plan", "--model", model)
+    for command, default in ((own, 256), (("plan", "--shape", "llama-3-70b"), 8192)):
+        assert run_json(*command, "--json")["context_len"] == default
+    assert run_json(*own, "--context-len", "256", "--json")["context_len"] == 256
+    message = refusal(*own, "--context-len", "257")
+    assert message == "context_len: got 257; allowed: 1 to 256, the model's own context"
+
+
+@pytest.mark.parametrize(
+    ("shape", "published", "asked"),
+    [("llama-3-70b", 8192, 32768), ("qwen3-30b-a3b", 40960, 131072)],
+)
+def test_plan_of_a_shape_may_be_longer_and_says_so(shape, published, asked):
+    note = f"The published model's own context is {published}"
+    for context, is_longer in ((published, False), (asked, True)):
+        command = ("plan", "--shape", shape, "--context-len", str(context))
+        value = run_json(*command, "--json")
+        assert (value["context_len"], value["max_model_len"]) == (context, published)
+        assert value["kv_bytes_per_context"] == context * value["kv_bytes_per_token"]
+        lines = run(*command).stdout.splitlines()
+        assert sum(line.startswith(note) for line in lines) == is_longer
+
+
+def test_plan_says_whose_memory_and_bandwidth_it_reckons_with(monkeypatch):
+    command = ("plan", "--shape", "mixtral-8x7b")
+    shown = run(*command, "--memory", "80", "--bandwidth", "3.35").stdout
+    assert "usable of 74.5 GiB (as given)" in shown
+    assert "floor at 3.35 TB/s (as given): " in shown
+    cpu = detect("cpu")
+    gpu = replace(cpu, kind="cuda", name="NVIDIA L4", memory_bytes=24 * 2**30)
+    for found, memory in (
+        (cpu, "usable of 131 GiB (an H200's; --memory)"),
+        (gpu, "usable of 24 GiB (this NVIDIA L4's; --memory)"),
+    ):
+        monkeypatch.setattr("subten.device.detect", lambda found=found: found)
+        shown = run(*command).stdout
+        assert memory in shown
+        assert "floor at 4.56 TB/s (an H200's; --bandwidth): " in shown
+
+
+@pytest.mark.parametrize("option", ["memory", "bandwidth"])
+@pytest.mark.parametrize("value", ["-1.0", "0.0", "nan", "inf"])
+def test_plan_names_the_option_that_it_refuses(option, value):
+    message = refusal("plan", "--shape", "mixtral-8x7b", f"--{option}", value)
+    assert message == f"{option}: got {value}; allowed: a finite number above 0"
 
 
 def test_eval_kv_prints_a_table_and_writes_json(model, tmp_path):
@@ -526,6 +563,7 @@ def test_what_was_measured_is_shown_although_it_cannot_be_kept(tmp_path, monkeyp
         result = run("bench", command, *options, *more)
         assert result.exit_code == 2
         assert result.stderr.endswith("json: no space left\n")
+        assert "Making bf16 weights ..." in result.stderr
         assert shown in result.stdout
 
 
