@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from subten.engine.completion import Chunk, Completion
     from subten.engine.llm import LLM
 
-app = new_app("Low-latency decoding of sparse Mixture-of-Experts models from a packed KV cache.")
+app = new_app()
 MaxTokensOption = Annotated[int, typer.Option("--max-tokens", help="Most tokens of the answer.")]
 TemperatureOption = Annotated[
     float, typer.Option("--temperature", help="0 takes the most likely token each time.")
@@ -81,7 +81,13 @@ def root(
         ),
     ] = False,
 ) -> None:
-    """Low-latency decoding of sparse Mixture-of-Experts models from a packed KV cache."""
+    """Low-latency decoding of sparse Mixture-of-Experts models from a packed KV cache.
+
+    \b
+    Examples:
+      subten generate "Why is the sky blue?" --kv-cache-dtype int4
+      subten serve demo
+    """
     level = logging.INFO if verbose else logging.WARNING
     logging.basicConfig(level=level, format="subten: %(message)s", stream=sys.stderr)
 

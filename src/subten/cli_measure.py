@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from subten.bench.plan import Plan
     from subten.config import ModelConfig
 
-eval_app = new_app("Measure quality.")
-bench_app = new_app("Measure speed.")
+eval_app = new_app()
+bench_app = new_app()
 
 
 def register(app: typer.Typer) -> None:
@@ -52,12 +52,23 @@ def register(app: typer.Typer) -> None:
 
 @eval_app.callback()
 def eval_group() -> None:
-    """Measure quality."""
+    """Measure quality.
+
+    \b
+    Example:
+      subten eval kv --text wiki.txt --kv-cache-dtype bf16,int4
+    """
 
 
 @bench_app.callback()
 def bench_group() -> None:
-    """Measure speed."""
+    """Measure speed.
+
+    \b
+    Examples:
+      subten bench latency --kv-cache-dtype bf16,int4
+      subten bench kernels --shape qwen3-30b-a3b --quantization int4
+    """
 
 
 def plan(

@@ -15,6 +15,7 @@ from tiny_llama import TinyShape, hf_tensors, write_gguf
 from typer.testing import CliRunner
 
 from subten import cli, cli_bench
+from subten.bench.shapes import SHAPES
 from subten.cli import app
 from subten.codecs import CODECS
 from subten.core import ConfigError
@@ -24,13 +25,18 @@ runner = CliRunner()
 DEVICE = "cpu"
 UNPLACED = ("--help", "--device")
 COMMANDS = [
+    [],
     ["generate"],
     ["chat"],
     ["info"],
     ["plan"],
+    ["eval"],
     ["eval", "kv"],
+    ["eval", "keys"],
+    ["bench"],
     ["bench", "latency"],
     ["bench", "kernels"],
+    ["bench", "serve"],
     ["serve"],
     ["train"],
 ]
@@ -94,8 +100,23 @@ def refusal(*args: str, stdin: str | None = None) -> str:
 def test_every_command_has_help_with_an_example(command):
     result = run(*command, "--help")
     assert result.exit_code == 0
-    assert "Example" in result.stdout
-    assert f"subten {' '.join(command)}" in result.stdout
+    _, _, examples = result.stdout.partition("Example")
+    assert f" {' '.join(['subten', *command])} " in f"{' '.join(examples.split())} "
+    assert "python -m" not in examples
+
+
+@pytest.mark.parametrize("group", [[], ["eval"], ["bench"]], ids=" ".join)
+def test_the_list_of_commands_is_not_cut_off(group):
+    listed = run(*group, "--help").stdout.partition("Commands:")[2]
+    assert listed.strip()
+    assert "..." not in listed
+
+
+@pytest.mark.parametrize("command", [["plan"], ["bench", "latency"], ["bench", "kernels"]])
+def test_help_names_every_shape(command):
+    shown = run(*command, "--help").stdout.partition("Options:")[2]
+    shown = "".join(shown.split())  # lines break within a name, too
+    assert all(name in shown for name in SHAPES)
 
 
 def test_help_and_version_import_no_torch():
