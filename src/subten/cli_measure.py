@@ -142,11 +142,13 @@ def _planned_bits(kv_cache_dtype: str, kv_bits_budget: float | None, head_dim: i
     from subten.codecs.adaptive import ADAPTIVE, cache_format
 
     fmt = cache_format(kv_cache_dtype, head_dim)
-    if (kv_cache_dtype == ADAPTIVE) != (kv_bits_budget is not None):
-        allowed = "a number of bits with --kv-cache-dtype adaptive, and none with another"
-        raise refuse(ConfigError, "kv_bits_budget", kv_bits_budget, allowed)
     if kv_bits_budget is None:
+        if kv_cache_dtype == ADAPTIVE:
+            raise ConfigError("kv_bits_budget: got none; allowed: a number of bits, for adaptive")
         return fmt.true_bits
+    if kv_cache_dtype != ADAPTIVE:
+        allowed = "none, as kv_cache_dtype is not adaptive"
+        raise refuse(ConfigError, "kv_bits_budget", kv_bits_budget, allowed)
     if not 0.0 < kv_bits_budget <= fmt.true_bits:
         raise refuse(ConfigError, "kv_bits_budget", kv_bits_budget, f"up to {fmt.true_bits:g}")
     return kv_bits_budget

@@ -252,11 +252,32 @@ def test_an_empty_prompt_is_refused(model, prompt):
         (["--backend", "cublas"], "backend: got 'cublas'; allowed: "),
         (["--dtype", "float16"], "dtype: got 'float16'; allowed: "),
         (["--max-model-len", "100000"], "max_model_len: got 100000; allowed: "),
-        (["--stop", ""], "stop: got"),
+        (["--max-model-len", "0"], "max_model_len: got 0; allowed: an integer of at least 1"),
+        (
+            ["--max-model-len", "2"],
+            "allowed: 1 to 1 (prompt and output share 2 tokens, max_model_len)",
+        ),
+        (
+            ["--kv-window-tokens", "-1"],
+            "kv_window_tokens: got -1; allowed: an integer of at least 0",
+        ),
+        (["--kv-sink-tokens", "65"], "kv_sink_tokens: got 65; allowed: 0 to 64, one page"),
+        (["--kv-bits-budget", "0"], "kv_bits_budget: got 0.0; allowed: a number of bits above 0"),
+        (
+            ["--kv-outlier-channels", "11"],
+            "kv_outlier_channels: got 11.0; allowed: a number of percent from 0 to 10",
+        ),
+        (
+            ["--kv-cache-dtype", "adaptive", "--kv-calibration", "no-file"],
+            "allowed: a UTF-8 text file of some 256 tokens or more (No such file or directory)",
+        ),
+        (["--stop", ""], "stop: got ''; allowed: text that is not empty"),
     ],
 )
 def test_bad_values_are_refused_by_name(model, options, message):
-    assert message in refusal("generate", "hat", "--model", model, *options)
+    found = refusal("generate", "hat", "--model", model, *options)
+    assert message in found
+    assert "None" not in found
 
 
 @pytest.mark.parametrize("options", [[], ["--raw"]], ids=["template", "raw"])
@@ -278,6 +299,12 @@ def test_a_model_that_is_not_there_is_refused(tmp_path):
         assert name in refusal("generate", "hat", "--model", name)
     (tmp_path / "empty").mkdir()
     assert "config.json" in refusal("generate", "hat", "--model", str(tmp_path / "empty"))
+    for content, message in (
+        (b"not a model at all", "text.gguf: no GGUF file, which would begin with GGUF"),
+        (b"GGUF" + 40 * b"\xff", "text.gguf: damaged or truncated GGUF file"),
+    ):
+        (tmp_path / "text.gguf").write_bytes(content)
+        assert refusal("generate", "hat", "--model", str(tmp_path / "text.gguf")) == message
 
 
 @pytest.mark.parametrize(
@@ -321,8 +348,19 @@ def test_no_command_shows_the_help():
     assert "Commands:" in result.stdout + result.stderr
 
 
-def test_train_refuses_in_the_same_words():
-    assert refusal("train").startswith("out: missing")
+def test_train_refuses_in_the_same_words(tmp_path):
+    out = "out: got none; allowed: the folder for everything that the run writes"
+    assert refusal("train") == out
+    message = refusal("train", "--config", str(tmp_path / "none.toml"))
+    assert message.endswith("none.toml'; allowed: a TOML file (No such file or directory)")
+    (tmp_path / "odd.toml").write_bytes(b"\xff")
+    message = refusal("train", "--config", str(tmp_path / "odd.toml"))
+    assert message.endswith("odd.toml'; allowed: a TOML file (byte 0 is not UTF-8)")
+    (tmp_path / "kind.toml").write_text(f"out = '{tmp_path}'\nsteps = 'many'\n", encoding="utf-8")
+    message = refusal("train", "--config", str(tmp_path / "kind.toml"))
+    assert message == "steps: got 'many'; allowed: an integer"
+    message = refusal("train", "--out", str(tmp_path))
+    assert message == "gguf, checkpoint: got neither; allowed: one, the dense model"
 
 
 def test_an_error_leaves_the_process_with_code_2_and_no_traceback(model):
@@ -373,7 +411,8 @@ def test_plan_of_a_shape_and_of_a_model(model):
     assert "model, shape: got neither;" in refusal("plan")
     adaptive = ("plan", "--shape", "mixtral-8x7b", "--kv-cache-dtype", "adaptive")
     assert run_json(*adaptive, "--kv-bits-budget", "3.3", "--json")["kv_true_bits"] == 3.3
-    for bad in ([], ["--kv-bits-budget", "nan"], ["--kv-bits-budget", "17"]):
+    assert "kv_bits_budget: got none; allowed: a number of bits" in refusal(*adaptive)
+    for bad in (["--kv-bits-budget", "nan"], ["--kv-bits-budget", "17"]):
         assert "kv_bits_budget: got" in refusal(*adaptive, *bad)
     assert "kv_bits_budget: got 3.0" in refusal("plan", "--model", model, "--kv-bits-budget", "3")
 
@@ -471,7 +510,7 @@ def test_eval_kv_of_schemes_adds_records(model, tmp_path):
     assert exact["text"] == text.name and exact["answer"]
     assert len(found) == 4
     for options, message in (
-        (("--task", "needles"), "scheme: got 'none'"),
+        (("--task", "needles"), "scheme: got none; allowed: "),
         (("--scheme", "int4", "--task", "other"), "task: got 'other'"),
         (("--scheme", "int4", "--kv-cache-dtype", "int4"), "scheme: got 'int4'"),
         (("--scheme", "int4", "--window", "20,30"), "window: got '20,30'"),
@@ -504,7 +543,8 @@ def test_eval_kv_refuses_text_that_is_not_there_or_not_text(model, tmp_path):
     assert result.exit_code == 2
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"\xff\xfe\x00")
-    assert "UTF-8" in refusal("eval", "kv", "--model", model, "--text", str(binary))
+    message = refusal("eval", "kv", "--model", model, "--text", str(binary))
+    assert message == f"text: got {str(binary)!r}; allowed: UTF-8 text (byte 0 is not UTF-8)"
 
 
 def test_bench_latency_counts_its_samples(model, tmp_path):
