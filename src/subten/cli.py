@@ -194,7 +194,7 @@ def generate(
     if json:
         print_json(_completion_dict(llm, completion, model))
     else:
-        typer.echo(f"\n\n{facts_line(completion)}")
+        typer.echo(f"\n\n{facts_line(llm, completion)}")
 
 
 @app.command()
@@ -288,7 +288,7 @@ def _chat_turn(llm: LLM, messages: list[dict[str, str]], line: str, params: Samp
         typer.echo(f"subten: error: {error} (/reset begins a new conversation)", err=True)
         return
     messages.append({"role": "assistant", "content": completion.text})
-    typer.echo(f"\n{facts_line(completion)}\n")
+    typer.echo(f"\n{facts_line(llm, completion)}\n")
 
 
 @app.command()
@@ -316,8 +316,12 @@ cli_measure.register(app)
 cli_serve.register(app)
 
 
-def facts_line(completion: Completion) -> str:
-    """Latency, KV bytes and true bits of one answer, in one line for people."""
+def facts_line(llm: LLM, completion: Completion) -> str:
+    """Latency, KV bytes and true bits of one answer, in one line for people.
+
+    A budget of bits is told with the length that it holds at: shorter texts take more a token, as
+    the exact rows of their first and last tokens weigh more.
+    """
     from subten.bench.report import human_bytes
 
     usage = completion.usage
@@ -333,6 +337,8 @@ def facts_line(completion: Completion) -> str:
         if len(completion.kv_pages) > 1:
             kinds = [f"{number} {kind}" for kind, number in completion.kv_pages.items()]
             inside = f"pages: {', '.join(kinds)}"
+        if llm.config.kv_bits_budget is not None:
+            inside += f"; budget: {llm.config.kv_bits_budget:g} at {llm.max_model_len} tokens"
         cache += f", {completion.kv_true_bits:.2f} true bits ({inside})"
     parts.append(cache)
     if usage.cached_tokens:
@@ -385,6 +391,8 @@ def _completion_dict(llm: LLM, completion: Completion, model: str) -> dict[str, 
         "kv_cache_dtype": completion.kv_cache_dtype,
         "kv_true_bits": completion.kv_true_bits,
         "kv_full_page_bits": completion.kv_full_page_bits,
+        "kv_bits_budget": llm.config.kv_bits_budget,
+        "max_model_len": llm.max_model_len,
         "kv_bytes": completion.kv_bytes,
         "kv_pages": dict(completion.kv_pages),
         "kv_bytes_per_token": llm.pool.bytes_per_token,

@@ -158,6 +158,16 @@ def test_generate_counts_the_pages_of_an_adaptive_cache_by_rung(model):
     assert value["kv_true_bits"] == pytest.approx(value["kv_bytes"] * 8 / (151 * 4 * 32))
 
 
+def test_a_budget_of_bits_is_told_with_the_length_that_it_holds_at(model):
+    adaptive = ("--kv-cache-dtype", "adaptive", "--kv-bits-budget", "12")
+    command = ("generate", "hat", "--model", model, *adaptive, "--max-tokens", "2")
+    facts = run(*command).stdout.splitlines()[-1]
+    assert "; budget: 12 at 256 tokens)" in facts
+    value = run_json(*command, "--json")
+    assert (value["kv_bits_budget"], value["max_model_len"]) == (12, 256)
+    assert "budget" not in run("generate", "hat", "--model", model, "--max-tokens", "2").stdout
+
+
 def test_a_chat_model_is_asked_through_its_template_unless_raw(model, plain_model):
     options = ("--max-tokens", "1", "--json")
     chat = run_json("generate", "hat", "--model", model, *options)["prompt_token_ids"]
