@@ -373,6 +373,16 @@ def test_train_refuses_in_the_same_words(tmp_path):
     assert message == "gguf, checkpoint: got neither; allowed: one, the dense model"
 
 
+def test_train_refuses_what_it_cannot_write(tmp_path):
+    (tmp_path / "file").touch()
+    inside = str(tmp_path / "file" / "x")
+    command = ("train", "--gguf", "none.gguf", "--text", "none.txt", "--steps", "1")
+    message = refusal(*command, "--out", inside)
+    assert message == f"out: got {inside!r}; allowed: a folder that can be made (Not a directory)"
+    message = refusal(*command, "--out", str(tmp_path), "--json", inside)
+    assert message == f"json: got {inside!r}; allowed: a writable file (File exists)"
+
+
 def test_an_error_leaves_the_process_with_code_2_and_no_traceback(model):
     done = subprocess.run(
         [sys.executable, "-m", "subten", "generate", "", "--model", model],
