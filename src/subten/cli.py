@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from subten.engine.completion import Chunk, Completion
     from subten.engine.llm import LLM
 
-app = new_app("Low-latency decoding of sparse Mixture-of-Experts models from a packed KV cache.")
+app = new_app()
 MaxTokensOption = Annotated[int, typer.Option("--max-tokens", help="Most tokens of the answer.")]
 TemperatureOption = Annotated[
     float, typer.Option("--temperature", help="0 takes the most likely token each time.")
@@ -82,7 +82,13 @@ def root(
         ),
     ] = False,
 ) -> None:
-    """Low-latency decoding of sparse Mixture-of-Experts models from a packed KV cache."""
+    """Low-latency decoding of sparse Mixture-of-Experts models from a packed KV cache.
+
+    \b
+    Examples:
+      subten generate "Why is the sky blue?" --kv-cache-dtype int4
+      subten serve demo
+    """
     level = logging.INFO if verbose else logging.WARNING
     logging.basicConfig(level=level, format="subten: %(message)s", stream=sys.stderr)
 
@@ -189,7 +195,7 @@ def generate(
     if json:
         print_json(_completion_dict(llm, completion, model))
     else:
-        typer.echo(f"\n\n{facts_line(completion)}")
+        typer.echo(f"\n\n{facts_line(llm, completion)}")
 
 
 @app.command()
@@ -283,7 +289,7 @@ def _chat_turn(llm: LLM, messages: list[dict[str, str]], line: str, params: Samp
         typer.echo(f"subten: error: {error} (/reset begins a new conversation)", err=True)
         return
     messages.append({"role": "assistant", "content": completion.text})
-    typer.echo(f"\n{facts_line(completion)}\n")
+    typer.echo(f"\n{facts_line(llm, completion)}\n")
 
 
 @app.command()
@@ -311,8 +317,12 @@ cli_measure.register(app)
 cli_serve.register(app)
 
 
-def facts_line(completion: Completion) -> str:
-    """Latency, KV bytes and true bits of one answer, in one line for people."""
+def facts_line(llm: LLM, completion: Completion) -> str:
+    """Latency, KV bytes and true bits of one answer, in one line for people.
+
+    A budget of bits is told with the length that it holds at: shorter texts take more a token, as
+    the exact rows of their first and last tokens weigh more.
+    """
     from subten.bench.report import human_bytes
 
     usage = completion.usage
@@ -328,6 +338,8 @@ def facts_line(completion: Completion) -> str:
         if len(completion.kv_pages) > 1:
             kinds = [f"{number} {kind}" for kind, number in completion.kv_pages.items()]
             inside = f"pages: {', '.join(kinds)}"
+        if llm.config.kv_bits_budget is not None:
+            inside += f"; budget: {llm.config.kv_bits_budget:g} at {llm.max_model_len} tokens"
         cache += f", {completion.kv_true_bits:.2f} true bits ({inside})"
     parts.append(cache)
     if usage.cached_tokens:
@@ -380,6 +392,8 @@ def _completion_dict(llm: LLM, completion: Completion, model: str) -> dict[str, 
         "kv_cache_dtype": completion.kv_cache_dtype,
         "kv_true_bits": completion.kv_true_bits,
         "kv_full_page_bits": completion.kv_full_page_bits,
+        "kv_bits_budget": llm.config.kv_bits_budget,
+        "max_model_len": llm.max_model_len,
         "kv_bytes": completion.kv_bytes,
         "kv_pages": dict(completion.kv_pages),
         "kv_bytes_per_token": llm.pool.bytes_per_token,

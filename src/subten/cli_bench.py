@@ -26,10 +26,9 @@ if TYPE_CHECKING:
     from subten.engine.roof import Roof
     from subten.models.decoder import Decoder
 
-ShapesOption = Annotated[
-    str,
-    typer.Option(help="mixtral-8x7b, qwen3-30b-a3b, llama-3-70b, tiny-mixtral or tiny-qwen3."),
-]
+SHAPES_HELP = "mixtral-8x7b, qwen3-30b-a3b, llama-3-70b, tiny-mixtral or tiny-qwen3."
+
+ShapesOption = Annotated[str, typer.Option(help=SHAPES_HELP)]
 QuantizationsOption = Annotated[
     str, typer.Option(metavar="FORMAT,...", help="Weights: none, fp8, int4, separated by commas.")
 ]
@@ -186,6 +185,7 @@ def _builds(
 ) -> Iterator[_Built]:
     """The model of the shape in each weight format, one after the other."""
     from subten.bench.random_model import check_memory, free_memory, random_decoder
+    from subten.bench.records import weights_dtype
     from subten.bench.shapes import get_shape
     from subten.device import detect, keep_freed_memory
     from subten.engine.roof import measure_roof
@@ -204,7 +204,8 @@ def _builds(
     roof = measure_roof(found.torch_device)
     typer.echo(f"roof: {roof.tb_s:.3f} TB/s on {found.name} ({roof.how})", err=True)
     for name in formats:
-        with progress(f"Making {name} weights") as update:
+        title = weights_dtype(name, str(torch_dtype).removeprefix("torch."))
+        with progress(f"Making {title} weights") as update:
             model = random_decoder(
                 config,
                 device=found.torch_device,

@@ -87,7 +87,14 @@ def bench_serve(
       subten bench serve --model demo --num-prompts 20 --random-input-len 64 --max-concurrency 2
       subten bench serve --model demo --request-rate 4 --goodput ttft:500 --goodput tpot:50
     """
-    from subten.bench.serving import Load, details, measure_serving, parse_goodput, summarise
+    from subten.bench.serving import (
+        Load,
+        check_server,
+        details,
+        measure_serving,
+        parse_goodput,
+        summarise,
+    )
 
     metrics = _metrics(percentile_metrics)
     percentiles = _percentiles(metric_percentiles)
@@ -108,6 +115,7 @@ def bench_serve(
     )
     _check_client()
     check_json_file(json)
+    check_server(load)
     with progress(f"Asking {base_url}") as update:
         outcomes, duration_s = measure_serving(load, progress=update)
     found = summarise(
@@ -115,7 +123,10 @@ def bench_serve(
     )
     result = {"date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"), **found}
     saved = result | details(outcomes) if save_detailed else result
-    report(saved, serving_text(result, metrics, percentiles), json)
+    text = "No request was answered."
+    if result["completed"]:
+        text = serving_text(result, metrics, percentiles)
+    report(saved, text, json)
     for error in result["errors"]:
         typer.echo(f"subten: failed: {error}", err=True)
     if not result["completed"]:

@@ -26,7 +26,7 @@ from subten.cli_options import (
     report,
     resolve_model,
 )
-from subten.core import ConfigError, refuse
+from subten.core import ConfigError, reason, refuse
 
 if TYPE_CHECKING:
     from subten.bench.kv_menu import Menu
@@ -135,7 +135,7 @@ def eval_kv(
     load = functools.partial(_load, model, device=device, backend=backend, dtype=dtype)
     if scheme is None:
         if task != "quality" or calibration is not None:
-            raise refuse(ConfigError, "scheme", "none", "names, with --task or --calibration")
+            raise ConfigError("scheme: got none; allowed: names, with --task or --calibration")
         check_json_file(json)
         codecs = codec_list(CODECS_SHOWN if kv_cache_dtype is None else kv_cache_dtype)
         _codec_quality(asked, codecs, load, detect(device), quantization, quantize_head, json)
@@ -202,15 +202,15 @@ class Asked:
     def token_ids(self, loaded: LoadedModel) -> list[int]:
         """The text's tokens within the limits."""
         assert loaded.tokenizer is not None
-        ids = loaded.tokenizer.encode(_read(self.text))[: self.max_tokens]
+        ids = loaded.tokenizer.encode(_read("text", self.text))[: self.max_tokens]
         return ids if self.max_windows is None else ids[: self.max_windows * max(self.windows)]
 
 
-def _read(path: Path) -> str:
+def _read(field: str, path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise refuse(ConfigError, "text", str(path), f"UTF-8 text ({error})") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise refuse(ConfigError, field, str(path), f"UTF-8 text ({reason(error)})") from error
 
 
 def _load(model: str, *, device: str, backend: str, dtype: str, **options: Any) -> LoadedModel:
@@ -277,7 +277,7 @@ def _calibrate(loaded: LoadedModel, path: Path | None) -> KeyCalibration:
     from subten.config import cache_dir
 
     assert loaded.tokenizer is not None
-    ids = loaded.tokenizer.encode(shipped_text() if path is None else _read(path))
+    ids = loaded.tokenizer.encode(shipped_text() if path is None else _read("calibration", path))
     with progress("Calibrating") as update:
         return calibrate_keys(loaded.model, ids, folder=cache_dir(), progress=update)
 

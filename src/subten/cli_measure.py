@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from subten.cli_bench import bench_kernels, codec_list, integer_list, latency_of_shape
+from subten.cli_bench import SHAPES_HELP, bench_kernels, codec_list, integer_list, latency_of_shape
 from subten.cli_bench_serve import bench_serve
 from subten.cli_eval import eval_keys, eval_kv
 from subten.cli_options import (
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
     from subten.bench.plan import Plan
     from subten.config import ModelConfig
 
-eval_app = new_app("Measure quality.")
-bench_app = new_app("Measure speed.")
+eval_app = new_app()
+bench_app = new_app()
 
 
 def register(app: typer.Typer) -> None:
@@ -51,12 +52,23 @@ def register(app: typer.Typer) -> None:
 
 @eval_app.callback()
 def eval_group() -> None:
-    """Measure quality."""
+    """Measure quality.
+
+    \b
+    Example:
+      subten eval kv --text wiki.txt --kv-cache-dtype bf16,int4
+    """
 
 
 @bench_app.callback()
 def bench_group() -> None:
-    """Measure speed."""
+    """Measure speed.
+
+    \b
+    Examples:
+      subten bench latency --kv-cache-dtype bf16,int4
+      subten bench kernels --shape qwen3-30b-a3b --quantization int4
+    """
 
 
 def plan(
@@ -64,9 +76,7 @@ def plan(
         str | None,
         typer.Option(metavar="MODEL", help="Folder, .gguf file, hub name, demo or demo-dense."),
     ] = None,
-    shape: Annotated[
-        str | None, typer.Option(help="mixtral-8x7b, qwen3-30b-a3b or llama-3-70b.")
-    ] = None,
+    shape: Annotated[str | None, typer.Option(help=SHAPES_HELP)] = None,
     kv_cache_dtype: KVCacheOption = "bf16",
     kv_bits_budget: KVBitsOption = None,
     context_len: Annotated[
@@ -94,13 +104,19 @@ def plan(
     """
     from subten.bench.plan import H200_BANDWIDTH_TBPS, Workload, make_plan
 
+    for field, given in (("bandwidth", bandwidth), ("memory", memory)):
+        if given is not None and not 0 < given < math.inf:
+            raise refuse(ConfigError, field, given, "a finite number above 0")
     config = _planned_config(model, shape)
     longest = config.max_model_len
     if context_len is None:
         context_len = min(8192, longest)
-    if context_len > longest:
+    if context_len > longest and shape is None:
         allowed = f"1 to {longest}, the model's own context"
         raise refuse(ConfigError, "context_len", context_len, allowed)
+    memory_bytes, memory_of = _default_memory()
+    if memory is not None:
+        memory_bytes, memory_of = memory * 1e9, "as given"
     result = make_plan(
         config,
         Workload(
@@ -108,16 +124,17 @@ def plan(
             batch_size=batch_size,
             quantization=quantization,
             bandwidth_tbps=H200_BANDWIDTH_TBPS if bandwidth is None else bandwidth,
-            memory_bytes=_default_memory() if memory is None else memory * 1e9,
+            memory_bytes=memory_bytes,
         ),
         kv_cache_dtype=kv_cache_dtype,
         kv_true_bits=_planned_bits(kv_cache_dtype, kv_bits_budget, config.head_dim),
     )
     name = model or shape or ""
     if json:
-        print_json({"model": name, **result.as_dict()})
+        print_json({"model": name, "max_model_len": longest, **result.as_dict()})
     else:
-        typer.echo(plan_text(name, config, result))
+        bandwidth_of = "an H200's; --bandwidth" if bandwidth is None else "as given"
+        typer.echo(plan_text(name, config, result, memory_of=memory_of, bandwidth_of=bandwidth_of))
 
 
 def _planned_bits(kv_cache_dtype: str, kv_bits_budget: float | None, head_dim: int) -> float:
@@ -125,27 +142,32 @@ def _planned_bits(kv_cache_dtype: str, kv_bits_budget: float | None, head_dim: i
     from subten.codecs.adaptive import ADAPTIVE, cache_format
 
     fmt = cache_format(kv_cache_dtype, head_dim)
-    if (kv_cache_dtype == ADAPTIVE) != (kv_bits_budget is not None):
-        allowed = "a number of bits with --kv-cache-dtype adaptive, and none with another"
-        raise refuse(ConfigError, "kv_bits_budget", kv_bits_budget, allowed)
     if kv_bits_budget is None:
+        if kv_cache_dtype == ADAPTIVE:
+            raise ConfigError("kv_bits_budget: got none; allowed: a number of bits, for adaptive")
         return fmt.true_bits
+    if kv_cache_dtype != ADAPTIVE:
+        allowed = "none, as kv_cache_dtype is not adaptive"
+        raise refuse(ConfigError, "kv_bits_budget", kv_bits_budget, allowed)
     if not 0.0 < kv_bits_budget <= fmt.true_bits:
         raise refuse(ConfigError, "kv_bits_budget", kv_bits_budget, f"up to {fmt.true_bits:g}")
     return kv_bits_budget
 
 
-def plan_text(name: str, config: ModelConfig, plan: Plan) -> str:
-    """A plan for people."""
+def plan_text(
+    name: str, config: ModelConfig, plan: Plan, *, memory_of: str, bandwidth_of: str
+) -> str:
+    """A plan for people, with whose memory and bandwidth it reckons."""
     from subten.bench.report import human_bytes
 
     touched = ""
     if config.is_moe:
         touched = f"about {plan.experts_per_layer:.3g} of {config.num_experts} experts a layer"
     kv_share = plan.kv_bytes_per_step / (plan.kv_bytes_per_step + plan.weight_bytes_per_step)
-    floor = f"floor at {plan.bandwidth_tbps:g} TB/s: {plan.floor_ms:.2f} ms a step"
+    floor = f"floor at {plan.bandwidth_tbps:g} TB/s ({bandwidth_of}): {plan.floor_ms:.2f} ms a step"
     if plan.batch_size > 1:
         floor += f", {plan.floor_ms / plan.batch_size:.3g} ms for each of its tokens"
+    usable = f"the {human_bytes(plan.usable_bytes)} usable of {human_bytes(plan.memory_bytes)}"
     verdict = "fits" if plan.is_fitting else "DOES NOT FIT"
     rows = [
         ("read by one decode step", None, ""),
@@ -159,7 +181,7 @@ def plan_text(name: str, config: ModelConfig, plan: Plan) -> str:
         (
             "together",
             plan.weight_bytes + plan.kv_bytes,
-            f"{verdict} in the {human_bytes(plan.usable_bytes)} usable",
+            f"{verdict} in {usable} ({memory_of})",
         ),
     ]
     title = (
@@ -167,6 +189,11 @@ def plan_text(name: str, config: ModelConfig, plan: Plan) -> str:
         f"{plan.quantization}, KV cache {plan.kv_cache_dtype} ({plan.kv_true_bits:.3f} true bits)"
     )
     lines = [title]
+    if plan.context_len > config.max_model_len:
+        lines.append(
+            f"The published model's own context is {config.max_model_len}: a longer one is planned "
+            "with a longer rotary table."
+        )
     for label, num_bytes, note in rows:
         if num_bytes is None:
             lines += ["", label]
@@ -178,7 +205,7 @@ def plan_text(name: str, config: ModelConfig, plan: Plan) -> str:
 def _planned_config(model: str | None, shape: str | None) -> ModelConfig:
     if (model is None) == (shape is None):
         given = "neither" if model is None else "both"
-        raise refuse(ConfigError, "model, shape", given, "one of --model and --shape")
+        raise ConfigError(f"model, shape: got {given}; allowed: one of --model and --shape")
     if shape is not None:
         from subten.bench.shapes import get_shape
 
@@ -191,12 +218,15 @@ def _planned_config(model: str | None, shape: str | None) -> ModelConfig:
     return read_config(checkpoint.config, source=source)[1]
 
 
-def _default_memory() -> float:
+def _default_memory() -> tuple[float, str]:
+    """Bytes of this GPU's memory or an H200's, and whose they are."""
     from subten.bench.plan import H200_MEMORY_BYTES
     from subten.device import detect
 
     found = detect()
-    return float(found.memory_bytes if found.kind == "cuda" else H200_MEMORY_BYTES)
+    if found.kind == "cuda":
+        return float(found.memory_bytes), f"this {found.name}'s; --memory"
+    return float(H200_MEMORY_BYTES), "an H200's; --memory"
 
 
 @bench_app.command("latency")
@@ -204,7 +234,7 @@ def bench_latency(
     model: ModelOption = DEMO,
     shape: Annotated[
         str | None,
-        typer.Option(help="Random weights of this shape instead: mixtral-8x7b, qwen3-30b-a3b, ..."),
+        typer.Option(help=f"Random weights of this shape instead: {SHAPES_HELP}"),
     ] = None,
     prompt_len: Annotated[
         int | None,
@@ -258,7 +288,7 @@ def bench_latency(
     if shape is not None:
         _refuse_given({**runs, "max_model_len": max_model_len}, "no value with --shape")
         if model != DEMO:
-            raise refuse(ConfigError, "model, shape", "both", "one of --model and --shape")
+            raise ConfigError("model, shape: got both; allowed: one of --model and --shape")
         latency_of_shape(
             shape=shape,
             quantization=quantization or "none",

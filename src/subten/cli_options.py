@@ -157,6 +157,17 @@ class ErrorGroup(TyperGroup):
         with _one_line_errors():
             return super().make_context(*args, **kwargs)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the commands with the whole first sentence of each, over as many lines as it takes.
+
+        The library would cut it off where the line ends.
+        """
+        names = self.list_commands(ctx)
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, self.commands[name].get_short_help_str(limit=1000)) for name in names]
+            )
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command, its options parsed."""
         with _one_line_errors():
@@ -199,11 +210,13 @@ def _wrong_type(error: Exception) -> str | None:
     return f"{option.opts[0]}: got {value}; allowed: {_KINDS[kind[1]]}, see"
 
 
-def new_app(help_text: str) -> typer.Typer:
-    """A group of commands with the errors and the plain help of this command line."""
+def new_app() -> typer.Typer:
+    """A group of commands with the errors and the plain help of this command line.
+
+    Its help is the docstring of its callback.
+    """
     return typer.Typer(
         cls=ErrorGroup,
-        help=help_text,
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode=None,

@@ -27,7 +27,7 @@ from subten.cli_options import (
     QuantizeHeadOption,
 )
 from subten.config import API_KEY_VARIABLE, EngineConfig, env_api_key
-from subten.core import ConfigError, refuse
+from subten.core import ConfigError, reason, refuse
 
 INSTALL = "pip install 'subten[serve]'"
 
@@ -43,12 +43,12 @@ def _read_config(path: str, allowed: dict[str, Any]) -> dict[str, Any]:
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config: cannot read {path}") from error
+        raise refuse(ConfigError, "config", path, f"a YAML file ({reason(error)})") from error
     except yaml.YAMLError as error:
-        where = str(error).replace("\n", " ")
-        raise ConfigError(f"config: {path} is not YAML: {where}") from error
+        where = " ".join(str(error).split())
+        raise refuse(ConfigError, "config", path, f"a YAML file ({where})") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"config: {path} holds no mapping of options to values")
+        raise refuse(ConfigError, "config", path, "a YAML file with a mapping of options to values")
     found = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from subten.core import ConfigError, refuse
+from subten.core import PAGE_SIZE, ConfigError, refuse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +126,9 @@ class EngineConfig:
         for name in (*optional, "max_prefill_tokens", "max_queue"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise refuse(ConfigError, name, value, "an integer of at least 1, or None")
+                raise refuse(ConfigError, name, value, "an integer of at least 1")
+        if not 0 <= self.seed < 2**63:
+            raise refuse(ConfigError, "seed", self.seed, "an integer from 0 to 2**63 - 1")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise refuse(
                 ConfigError,
@@ -147,15 +149,16 @@ class EngineConfig:
     def _check_adaptive(self) -> None:
         bits = self.kv_bits_budget
         if bits is not None and not 0.0 < bits < math.inf:
-            raise refuse(ConfigError, "kv_bits_budget", bits, "a number of bits above 0, or None")
+            raise refuse(ConfigError, "kv_bits_budget", bits, "a number of bits above 0")
         percent = self.kv_outlier_channels
         if percent is not None and not 0.0 <= percent <= MAX_OUTLIER_PERCENT:
-            allowed = f"a number of percent from 0 to {MAX_OUTLIER_PERCENT}, or None"
+            allowed = f"a number of percent from 0 to {MAX_OUTLIER_PERCENT}"
             raise refuse(ConfigError, "kv_outlier_channels", percent, allowed)
-        for name in ("kv_sink_tokens", "kv_window_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise refuse(ConfigError, name, value, "an integer of at least 0, or None")
+        sinks, window = self.kv_sink_tokens, self.kv_window_tokens
+        if sinks is not None and not 0 <= sinks <= PAGE_SIZE:
+            raise refuse(ConfigError, "kv_sink_tokens", sinks, f"0 to {PAGE_SIZE}, one page")
+        if window is not None and window < 0:
+            raise refuse(ConfigError, "kv_window_tokens", window, "an integer of at least 0")
         if self.kv_cache_dtype == "adaptive":
             return
         for name in ADAPTIVE_FIELDS:

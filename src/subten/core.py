@@ -136,8 +136,11 @@ class SamplingParams:
             _check_number(name, getattr(self, name), -2.0, 2.0, "a number from -2 to 2")
         if self.seed is not None:
             _check_integer("seed", self.seed, 0, 2**63 - 1, "an integer from 0 to 2**63 - 1")
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
-            raise refuse(RequestError, "stop", self.stop, "a tuple of non-empty strings")
+        if isinstance(self.stop, str):
+            raise refuse(RequestError, "stop", self.stop, "a tuple of texts")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise refuse(RequestError, "stop", text, "text that is not empty")
         for token_id in self.stop_token_ids:
             _check_integer("stop_token_ids", token_id, 0, 2**31 - 1, "token ids of at least 0")
         allowed = f"an integer from 0 to max_tokens ({self.max_tokens})"

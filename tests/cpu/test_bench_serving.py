@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 pytest.importorskip("httpx2")
 
 from subten import cli
+from subten.bench import serving
 from subten.bench.serving import (
     WORDS,
     Load,
@@ -43,7 +44,9 @@ class Server(ThreadingHTTPServer):
 class FakeServer:
     """Streams what `script` says: (seconds to wait, data of one event)."""
 
-    def __init__(self, script: Any, *, status: int = 200) -> None:
+    def __init__(
+        self, script: Any, *, status: int = 200, models: Any = (200, {"data": [{"id": "m"}]})
+    ) -> None:
         fake = self
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
@@ -52,6 +55,12 @@ class FakeServer:
         self._lock = threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                fake.keys.append(self.headers["Authorization"])
+                self.send_response(models[0] if self.path == "/v1/models" else 404)
+                self.end_headers()
+                self.wfile.write(json.dumps(models[1]).encode())
+
             def do_POST(self) -> None:
                 with fake._lock:
                     fake.paths.append(self.path)
@@ -347,6 +356,45 @@ def test_the_command_refuses_and_fails_in_one_line():
         result = CliRunner().invoke(cli.app, [*base, option, value])
         assert result.exit_code == 2
         assert option[2:].replace("-", "_") in result.output
-    result = CliRunner().invoke(cli.app, [*base, "--num-prompts", "1"])
+
+
+BUSY = {"error": {"message": "come\nback later", "type": "overloaded"}}
+
+
+@pytest.mark.parametrize(
+    ("url", "models", "message"),
+    [
+        ("http://127.0.0.1:9", None, "base_url: got 'http://127.0.0.1:9'; allowed: a server of "),
+        ("http://x:y", None, "base_url: got 'http://x:y'; allowed: a server of "),
+        (None, (200, {"data": [{"id": "a"}, {"id": "b"}]}), "model: got 'm'; allowed: a, b\n"),
+        (None, (200, {"data": []}), "model: got 'm'; allowed: none"),
+        (None, (401, {}), "api_key: got one that the server refuses; allowed: "),
+        (None, (503, BUSY), "answers 503: come back later)\n"),
+        (None, (200, ["x"]), "answers 200: "),
+    ],
+)
+def test_a_server_of_no_use_is_told_in_one_line_before_any_load(url, models, message):
+    with FakeServer(answer(0.0, 0.0, 1), models=models) as server:
+        args = ["--base-url", url or server.url, "--api-key", "secret-key", "--num-prompts", "1"]
+        result = CliRunner().invoke(cli.app, ["bench", "serve", "--model", "m", *args])
+    assert result.exit_code == 2, result.exception
+    assert not result.stdout
+    assert result.stderr.startswith("subten: error: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+    assert "secret-key" not in result.stderr
+    assert not server.bodies
+
+
+def test_where_all_fails_there_are_no_numbers():
+    with FakeServer(lambda _body: [(0.0, "busy")], status=429) as server:
+        args = ["--model", "m", "--base-url", server.url, "--num-prompts", "2"]
+        result = CliRunner().invoke(cli.app, ["bench", "serve", *args])
     assert result.exit_code == 1
-    assert "ConnectError" in result.output
+    assert result.stdout == "No request was answered.\n"
+    assert "subten: failed: 429: data: busy" in result.stderr
+
+
+def test_a_refusal_is_its_message():
+    assert serving._refusal(429, json.dumps(BUSY)) == "429: come back later"
+    assert serving._refusal(502, "<html>\n") == "502: <html>"

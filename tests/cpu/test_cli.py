@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,29 @@ from tiny_llama import TinyShape, hf_tensors, write_gguf
 from typer.testing import CliRunner
 
 from subten import cli, cli_bench
+from subten.bench.shapes import SHAPES
 from subten.cli import app
 from subten.codecs import CODECS
 from subten.config import OPENMP_SPINS
 from subten.core import ConfigError
+from subten.device import detect
 
 runner = CliRunner()
 DEVICE = "cpu"
 UNPLACED = ("--help", "--device")
 COMMANDS = [
+    [],
     ["generate"],
     ["chat"],
     ["info"],
     ["plan"],
+    ["eval"],
     ["eval", "kv"],
+    ["eval", "keys"],
+    ["bench"],
     ["bench", "latency"],
     ["bench", "kernels"],
+    ["bench", "serve"],
     ["serve"],
     ["train"],
 ]
@@ -93,8 +101,23 @@ def refusal(*args: str, stdin: str | None = None) -> str:
 def test_every_command_has_help_with_an_example(command):
     result = run(*command, "--help")
     assert result.exit_code == 0
-    assert "Example" in result.stdout
-    assert f"subten {' '.join(command)}" in result.stdout
+    _, _, examples = result.stdout.partition("Example")
+    assert f" {' '.join(['subten', *command])} " in f"{' '.join(examples.split())} "
+    assert "python -m" not in examples
+
+
+@pytest.mark.parametrize("group", [[], ["eval"], ["bench"]], ids=" ".join)
+def test_the_list_of_commands_is_not_cut_off(group):
+    listed = run(*group, "--help").stdout.partition("Commands:")[2]
+    assert listed.strip()
+    assert "..." not in listed
+
+
+@pytest.mark.parametrize("command", [["plan"], ["bench", "latency"], ["bench", "kernels"]])
+def test_help_names_every_shape(command):
+    shown = run(*command, "--help").stdout.partition("Options:")[2]
+    shown = "".join(shown.split())  # lines break within a name, too
+    assert all(name in shown for name in SHAPES)
 
 
 def test_help_and_version_import_no_torch():
@@ -134,6 +157,16 @@ def test_generate_counts_the_pages_of_an_adaptive_cache_by_rung(model):
     page_bytes = 4 * 2 * 64 * (16 // 2 + 1)
     assert value["kv_bytes"] == 3 * page_bytes + 4 * 32 * 2 * 16 * 2
     assert value["kv_true_bits"] == pytest.approx(value["kv_bytes"] * 8 / (151 * 4 * 32))
+
+
+def test_a_budget_of_bits_is_told_with_the_length_that_it_holds_at(model):
+    adaptive = ("--kv-cache-dtype", "adaptive", "--kv-bits-budget", "12")
+    command = ("generate", "hat", "--model", model, *adaptive, "--max-tokens", "2")
+    facts = run(*command).stdout.splitlines()[-1]
+    assert "; budget: 12 at 256 tokens)" in facts
+    value = run_json(*command, "--json")
+    assert (value["kv_bits_budget"], value["max_model_len"]) == (12, 256)
+    assert "budget" not in run("generate", "hat", "--model", model, "--max-tokens", "2").stdout
 
 
 def test_a_chat_model_is_asked_through_its_template_unless_raw(model, plain_model):
@@ -230,11 +263,32 @@ def test_an_empty_prompt_is_refused(model, prompt):
         (["--backend", "cublas"], "backend: got 'cublas'; allowed: "),
         (["--dtype", "float16"], "dtype: got 'float16'; allowed: "),
         (["--max-model-len", "100000"], "max_model_len: got 100000; allowed: "),
-        (["--stop", ""], "stop: got"),
+        (["--max-model-len", "0"], "max_model_len: got 0; allowed: an integer of at least 1"),
+        (
+            ["--max-model-len", "2"],
+            "allowed: 1 to 1 (prompt and output share 2 tokens, max_model_len)",
+        ),
+        (
+            ["--kv-window-tokens", "-1"],
+            "kv_window_tokens: got -1; allowed: an integer of at least 0",
+        ),
+        (["--kv-sink-tokens", "65"], "kv_sink_tokens: got 65; allowed: 0 to 64, one page"),
+        (["--kv-bits-budget", "0"], "kv_bits_budget: got 0.0; allowed: a number of bits above 0"),
+        (
+            ["--kv-outlier-channels", "11"],
+            "kv_outlier_channels: got 11.0; allowed: a number of percent from 0 to 10",
+        ),
+        (
+            ["--kv-cache-dtype", "adaptive", "--kv-calibration", "no-file"],
+            "allowed: a UTF-8 text file of some 256 tokens or more (No such file or directory)",
+        ),
+        (["--stop", ""], "stop: got ''; allowed: text that is not empty"),
     ],
 )
 def test_bad_values_are_refused_by_name(model, options, message):
-    assert message in refusal("generate", "hat", "--model", model, *options)
+    found = refusal("generate", "hat", "--model", model, *options)
+    assert message in found
+    assert "None" not in found
 
 
 @pytest.mark.parametrize("options", [[], ["--raw"]], ids=["template", "raw"])
@@ -256,6 +310,12 @@ def test_a_model_that_is_not_there_is_refused(tmp_path):
         assert name in refusal("generate", "hat", "--model", name)
     (tmp_path / "empty").mkdir()
     assert "config.json" in refusal("generate", "hat", "--model", str(tmp_path / "empty"))
+    for content, message in (
+        (b"not a model at all", "text.gguf: no GGUF file, which would begin with GGUF"),
+        (b"GGUF" + 40 * b"\xff", "text.gguf: damaged or truncated GGUF file"),
+    ):
+        (tmp_path / "text.gguf").write_bytes(content)
+        assert refusal("generate", "hat", "--model", str(tmp_path / "text.gguf")) == message
 
 
 @pytest.mark.parametrize(
@@ -299,8 +359,29 @@ def test_no_command_shows_the_help():
     assert "Commands:" in result.stdout + result.stderr
 
 
-def test_train_refuses_in_the_same_words():
-    assert refusal("train").startswith("out: missing")
+def test_train_refuses_in_the_same_words(tmp_path):
+    out = "out: got none; allowed: the folder for everything that the run writes"
+    assert refusal("train") == out
+    message = refusal("train", "--config", str(tmp_path / "none.toml"))
+    assert message.endswith("none.toml'; allowed: a TOML file (No such file or directory)")
+    (tmp_path / "odd.toml").write_bytes(b"\xff")
+    message = refusal("train", "--config", str(tmp_path / "odd.toml"))
+    assert message.endswith("odd.toml'; allowed: a TOML file (byte 0 is not UTF-8)")
+    (tmp_path / "kind.toml").write_text(f"out = '{tmp_path}'\nsteps = 'many'\n", encoding="utf-8")
+    message = refusal("train", "--config", str(tmp_path / "kind.toml"))
+    assert message == "steps: got 'many'; allowed: an integer"
+    message = refusal("train", "--out", str(tmp_path))
+    assert message == "gguf, checkpoint: got neither; allowed: one, the dense model"
+
+
+def test_train_refuses_what_it_cannot_write(tmp_path):
+    (tmp_path / "file").touch()
+    inside = str(tmp_path / "file" / "x")
+    command = ("train", "--gguf", "none.gguf", "--text", "none.txt", "--steps", "1")
+    message = refusal(*command, "--out", inside)
+    assert message == f"out: got {inside!r}; allowed: a folder that can be made (Not a directory)"
+    message = refusal(*command, "--out", str(tmp_path), "--json", inside)
+    assert message == f"json: got {inside!r}; allowed: a writable file (File exists)"
 
 
 def test_an_error_leaves_the_process_with_code_2_and_no_traceback(model):
@@ -367,26 +448,62 @@ def test_plan_of_a_shape_and_of_a_model(model):
     own = run_json("plan", "--model", model, "--context-len", "64", "--json")
     assert own["kv_bytes_per_token"] == 256
     assert own["context_len"] == 64
-    assert "model, shape: got 'both'" in refusal("plan", "--model", model, "--shape", "x")
-    assert "model, shape: got 'neither'" in refusal("plan")
+    assert "model, shape: got both;" in refusal("plan", "--model", model, "--shape", "x")
+    assert "model, shape: got neither;" in refusal("plan")
     adaptive = ("plan", "--shape", "mixtral-8x7b", "--kv-cache-dtype", "adaptive")
     assert run_json(*adaptive, "--kv-bits-budget", "3.3", "--json")["kv_true_bits"] == 3.3
-    for bad in ([], ["--kv-bits-budget", "nan"], ["--kv-bits-budget", "17"]):
+    assert "kv_bits_budget: got none; allowed: a number of bits" in refusal(*adaptive)
+    for bad in (["--kv-bits-budget", "nan"], ["--kv-bits-budget", "17"]):
         assert "kv_bits_budget: got" in refusal(*adaptive, *bad)
     assert "kv_bits_budget: got 3.0" in refusal("plan", "--model", model, "--kv-bits-budget", "3")
 
 
 def test_plan_stays_within_the_context_of_the_model(model):
-    shape, own = ("plan", "--shape", "llama-3-70b"), ("plan", "--model", model)
-    for command, longest in ((shape, 8192), (own, 256)):
-        assert run_json(*command, "--json")["context_len"] == longest
-        whole = run_json(*command, "--context-len", str(longest), "--json")
-        assert whole["context_len"] == longest
-        message = refusal(*command, "--context-len", str(longest + 1))
-        allowed = f"1 to {longest}, the model's own context"
-        assert message == f"context_len: got {longest + 1}; allowed: {allowed}"
-    longer = run_json("plan", "--shape", "mixtral-8x7b", "--json")
-    assert longer["context_len"] == 8192
+    own = ("plan", "--model", model)
+    for command, default in ((own, 256), (("plan", "--shape", "llama-3-70b"), 8192)):
+        assert run_json(*command, "--json")["context_len"] == default
+    assert run_json(*own, "--context-len", "256", "--json")["context_len"] == 256
+    message = refusal(*own, "--context-len", "257")
+    assert message == "context_len: got 257; allowed: 1 to 256, the model's own context"
+
+
+@pytest.mark.parametrize(
+    ("shape", "published", "asked"),
+    [("llama-3-70b", 8192, 32768), ("qwen3-30b-a3b", 40960, 131072)],
+)
+def test_plan_of_a_shape_may_be_longer_and_says_so(shape, published, asked):
+    note = f"The published model's own context is {published}"
+    for context, is_longer in ((published, False), (asked, True)):
+        command = ("plan", "--shape", shape, "--context-len", str(context))
+        value = run_json(*command, "--json")
+        assert (value["context_len"], value["max_model_len"]) == (context, published)
+        assert value["kv_bytes_per_context"] == context * value["kv_bytes_per_token"]
+        lines = run(*command).stdout.splitlines()
+        assert sum(line.startswith(note) for line in lines) == is_longer
+
+
+def test_plan_says_whose_memory_and_bandwidth_it_reckons_with(monkeypatch):
+    command = ("plan", "--shape", "mixtral-8x7b")
+    shown = run(*command, "--memory", "80", "--bandwidth", "3.35").stdout
+    assert "usable of 74.5 GiB (as given)" in shown
+    assert "floor at 3.35 TB/s (as given): " in shown
+    cpu = detect("cpu")
+    gpu = replace(cpu, kind="cuda", name="NVIDIA L4", memory_bytes=24 * 2**30)
+    for found, memory in (
+        (cpu, "usable of 131 GiB (an H200's; --memory)"),
+        (gpu, "usable of 24 GiB (this NVIDIA L4's; --memory)"),
+    ):
+        monkeypatch.setattr("subten.device.detect", lambda found=found: found)
+        shown = run(*command).stdout
+        assert memory in shown
+        assert "floor at 4.56 TB/s (an H200's; --bandwidth): " in shown
+
+
+@pytest.mark.parametrize("option", ["memory", "bandwidth"])
+@pytest.mark.parametrize("value", ["-1.0", "0.0", "nan", "inf"])
+def test_plan_names_the_option_that_it_refuses(option, value):
+    message = refusal("plan", "--shape", "mixtral-8x7b", f"--{option}", value)
+    assert message == f"{option}: got {value}; allowed: a finite number above 0"
 
 
 def test_eval_kv_prints_a_table_and_writes_json(model, tmp_path):
@@ -434,7 +551,7 @@ def test_eval_kv_of_schemes_adds_records(model, tmp_path):
     assert exact["text"] == text.name and exact["answer"]
     assert len(found) == 4
     for options, message in (
-        (("--task", "needles"), "scheme: got 'none'"),
+        (("--task", "needles"), "scheme: got none; allowed: "),
         (("--scheme", "int4", "--task", "other"), "task: got 'other'"),
         (("--scheme", "int4", "--kv-cache-dtype", "int4"), "scheme: got 'int4'"),
         (("--scheme", "int4", "--window", "20,30"), "window: got '20,30'"),
@@ -467,7 +584,8 @@ def test_eval_kv_refuses_text_that_is_not_there_or_not_text(model, tmp_path):
     assert result.exit_code == 2
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"\xff\xfe\x00")
-    assert "UTF-8" in refusal("eval", "kv", "--model", model, "--text", str(binary))
+    message = refusal("eval", "kv", "--model", model, "--text", str(binary))
+    assert message == f"text: got {str(binary)!r}; allowed: UTF-8 text (byte 0 is not UTF-8)"
 
 
 def test_bench_latency_counts_its_samples(model, tmp_path):
@@ -547,6 +665,7 @@ def test_what_was_measured_is_shown_although_it_cannot_be_kept(tmp_path, monkeyp
         result = run("bench", command, *options, *more)
         assert result.exit_code == 2
         assert result.stderr.endswith("json: no space left\n")
+        assert "Making bf16 weights ..." in result.stderr
         assert shown in result.stdout
 
 

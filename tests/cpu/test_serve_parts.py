@@ -370,6 +370,10 @@ def test_the_command_line(monkeypatch):
     assert "host" in run_cli(monkeypatch, "--host", "0.0.0.0")
     assert "config" in run_cli(monkeypatch, "--config", "no-such-file.yaml")
     assert "max_num_seqs" in run_cli(monkeypatch, "--max-num-seqs", "0")
+    for seed in (-4, 2**63):
+        error = run_cli(monkeypatch, "--seed", str(seed))
+        assert f"seed: got {seed}; allowed: an integer from 0 to 2**63 - 1" in error
+    assert run_cli(monkeypatch, "--seed", str(2**63 - 1)).engine.seed == 2**63 - 1
 
 
 def test_the_server_itself_loads_no_torch():

@@ -9,6 +9,7 @@ the server counts them in `usage`. E2EL: request sent to the last piece of outpu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import random
@@ -114,6 +115,30 @@ class Outcome:
         return [(b - a) * 1e3 for a, b in pairwise(times)]
 
 
+def check_server(load: Load) -> None:
+    """ConfigError where the server does not answer, wants another key, or has no such model."""
+    import httpx2
+
+    url = f"{_root(load)}models"
+    try:
+        response = httpx2.get(url, headers=_headers(load), timeout=30.0, trust_env=False)
+        status, body = response.status_code, response.text
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        allowed = f"a server of OpenAI's API that answers ({error})"
+        raise refuse(ConfigError, "base_url", load.base_url, allowed) from error
+    if status in (401, 403):
+        raise ConfigError(f"api_key: got one that the server refuses; allowed: {load.base_url}'s")
+    try:
+        names = [str(entry["id"]) for entry in json.loads(body)["data"]] if status == 200 else None
+    except (ValueError, KeyError, TypeError):
+        names = None
+    if names is None:
+        allowed = f"a server of OpenAI's API (GET {url} answers {_refusal(status, body)})"
+        raise refuse(ConfigError, "base_url", load.base_url, allowed)
+    if load.model not in names:
+        raise refuse(ConfigError, "model", load.model, ", ".join(names) or "none: it serves none")
+
+
 def measure_serving(
     load: Load, *, progress: Callable[[float], None] = lambda _share: None
 ) -> tuple[list[Outcome], float]:
@@ -128,7 +153,6 @@ async def _measure(load: Load, progress: Callable[[float], None]) -> tuple[list[
     requests = [_request(load, rng) for _ in range(load.num_prompts)]
     gaps_s = [0.0] + [_gap_s(load, rng) for _ in requests[1:]]
     room = asyncio.Semaphore(load.max_concurrency or load.num_prompts)
-    headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
     num_done = 0
 
     async def run(client: AsyncClient, body: dict[str, Any], outcome: Outcome) -> None:
@@ -142,8 +166,8 @@ async def _measure(load: Load, progress: Callable[[float], None]) -> tuple[list[
     length = "max_tokens" if load.backend == "openai" else "max_completion_tokens"
     outcomes = [Outcome(num_asked=body[length]) for body in requests]
     async with httpx2.AsyncClient(
-        base_url=load.base_url.rstrip("/").removesuffix("/v1") + "/v1/",
-        headers=headers,
+        base_url=_root(load),
+        headers=_headers(load),
         timeout=load.timeout_s,
         limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
         trust_env=False,
@@ -158,6 +182,14 @@ async def _measure(load: Load, progress: Callable[[float], None]) -> tuple[list[
                 tasks.create_task(run(client, body, outcome))
         duration_s = time.perf_counter() - began_s
     return outcomes, duration_s
+
+
+def _root(load: Load) -> str:
+    return load.base_url.rstrip("/").removesuffix("/v1") + "/v1/"
+
+
+def _headers(load: Load) -> dict[str, str]:
+    return {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
 
 
 def _gap_s(load: Load, rng: random.Random) -> float:
@@ -198,7 +230,7 @@ async def _send(client: AsyncClient, path: str, body: dict[str, Any], outcome: O
         async with client.stream("POST", path, content=data, headers=headers) as response:
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")
-                outcome.error = f"{response.status_code}: {text[:200]}"
+                outcome.error = _refusal(response.status_code, text)
                 return
             outcome.error = "the stream ended without [DONE]"
             async for line in response.aiter_lines():
@@ -210,6 +242,13 @@ async def _send(client: AsyncClient, path: str, body: dict[str, Any], outcome: O
         outcome.error = "the server sent no usage; tokens cannot be counted"
     elif outcome.is_completed and not outcome.piece_times_s:
         outcome.error = "the answer is empty"
+
+
+def _refusal(status: int, text: str) -> str:
+    """What a server answered in place of a stream: its message, where it is OpenAI's error."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        text = str(json.loads(text)["error"]["message"])
+    return f"{status}: {' '.join(text[:200].split())}"
 
 
 def _take(line: str, now_s: float, outcome: Outcome) -> None:

@@ -83,7 +83,7 @@ def resolve_limits(
             ConfigError,
             "max_model_len",
             max_model_len,
-            f"1 to {model.max_model_len} (the model's own), or None",
+            f"1 to {model.max_model_len}, the model's own context",
         )
     if isinstance(fmt, AdaptiveFormat):
         return _adaptive_limits(config, model, fmt, device, sensitivity)

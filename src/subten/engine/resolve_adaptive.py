@@ -51,8 +51,6 @@ def resolve_adaptive(
     """
     sinks = SINK_TOKENS if config.kv_sink_tokens is None else config.kv_sink_tokens
     window = WINDOW_TOKENS if config.kv_window_tokens is None else config.kv_window_tokens
-    if sinks > PAGE_SIZE:
-        raise refuse(ConfigError, "kv_sink_tokens", sinks, f"0 to {PAGE_SIZE}, one page")
     num_outliers = outlier_count(config.kv_outlier_channels, fmt.head_dim)
     exact = {"num_sinks": sinks, "num_outliers": num_outliers, "window": window}
     each = {width: plane_bytes((width,), model.num_kv_heads, fmt, **exact) for width in WIDTHS}

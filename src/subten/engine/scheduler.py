@@ -90,9 +90,10 @@ class Scheduler:
     def check_fits(self, num_prompt: int, *, name: str = "prompt") -> None:
         """Raise RequestError for a prompt that no state of the pool could serve."""
         if not 1 <= num_prompt < self.max_seq_len:
+            limit = "max_model_len" if self.max_seq_len < self.capacity else "all the cache holds"
             raise RequestError(
                 f"{name}: got {num_prompt} tokens; allowed: 1 to {self.max_seq_len - 1} (prompt "
-                f"and output share {self.max_seq_len} tokens; the page pool holds {self.capacity})"
+                f"and output share {self.max_seq_len} tokens, {limit})"
             )
 
     def add(self, request: Request) -> Sequence:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from subten.config import EngineConfig
-from subten.core import ConfigError, refuse
+from subten.core import ConfigError, reason, refuse
 from subten.serve.auth import is_loopback
 from subten.serve.tool_calls import FORMS
 
@@ -73,4 +73,5 @@ class ServeConfig:
         try:
             return self.chat_template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"chat_template: cannot read {self.chat_template}") from error
+            allowed = f"a UTF-8 text file ({reason(error)})"
+            raise refuse(ConfigError, "chat_template", str(self.chat_template), allowed) from error

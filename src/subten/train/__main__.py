@@ -54,8 +54,9 @@ def make_command() -> Callable[..., None]:
     train.__annotations__ = {p.name: p.annotation for p in parameters}
     train.__doc__ = (
         "Make a sparse MoE from a dense Llama-family model and train its experts and routers.\n\n"
-        "Example: python -m subten.train --config configs/smollm2-moe.toml --gguf MODEL.gguf "
-        "--text corpus.txt.xz --out runs/moe --max-seconds 420"
+        "\b\nExample:\n"
+        "  subten train --config configs/smollm2-moe.toml --gguf MODEL.gguf \\\n"
+        "    --text corpus.txt.xz --out runs/moe --max-seconds 420"
     )
     return train
 

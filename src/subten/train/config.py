@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from subten.core import ConfigError, refuse
+from subten.core import ConfigError, reason, refuse
 
 
 def _opt(default: Any, help_text: str) -> Any:
@@ -96,10 +96,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Raise ConfigError for values that cannot work, naming the field."""
         if (self.gguf is None) == (self.checkpoint is None):
-            raise ConfigError("gguf, checkpoint: give exactly one of them, to name the dense model")
+            given = "neither" if self.gguf is None else "both"
+            raise ConfigError(f"gguf, checkpoint: got {given}; allowed: one, the dense model")
         if self.steps is None and self.max_seconds is None and self.deadline_seconds is None:
             raise ConfigError(
-                "steps, max_seconds, deadline_seconds: give at least one, to end the run"
+                "steps, max_seconds, deadline_seconds: got none; allowed: at least one of them, "
+                "to end the run"
             )
         if not self.text:
             raise ConfigError("text: got no file; allowed: one or more .txt or .txt.xz files")
@@ -178,7 +180,9 @@ class TrainConfig:
         if unknown:
             raise ConfigError(f"unknown keys: {', '.join(unknown)}; allowed: {', '.join(kinds)}")
         if "out" not in values:
-            raise ConfigError("out: missing; give the folder for everything that the run writes")
+            raise ConfigError(
+                "out: got none; allowed: the folder for everything that the run writes"
+            )
         return cls(**{name: _typed(name, value, kinds[name]) for name, value in values.items()})
 
     @classmethod
@@ -188,10 +192,9 @@ class TrainConfig:
         if path is not None:
             try:
                 values = tomllib.loads(path.read_text(encoding="utf-8"))
-            except OSError as error:
-                raise ConfigError(f"config: cannot read {path}: {error.strerror}") from error
-            except tomllib.TOMLDecodeError as error:
-                raise ConfigError(f"config: {path} is not TOML: {error}") from error
+            except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+                allowed = f"a TOML file ({reason(error)})"
+                raise refuse(ConfigError, "config", str(path), allowed) from error
         return cls.from_dict({**values, **(overrides or {})})
 
 
@@ -210,6 +213,10 @@ _CHOICES = {
     "compute_dtype": ("auto", "bfloat16", "float32"),
     "export_format": ("int8", "bfloat16"),
 }
+
+
+_KINDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+"""Types of fields in the words of TOML."""
 
 
 def _plain(value: Any) -> Any:
@@ -234,6 +241,4 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
     is_bool = isinstance(value, bool)
     if any(isinstance(value, t) for t in allowed) and (not is_bool or bool in allowed):
         return value
-    raise refuse(
-        ConfigError, name, value, " or ".join(getattr(t, "__name__", str(t)) for t in allowed)
-    )
+    raise refuse(ConfigError, name, value, " or ".join(_KINDS[t] for t in allowed if t in _KINDS))

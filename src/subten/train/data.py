@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from subten.core import ConfigError
+from subten.core import ConfigError, reason, refuse
 from subten.tokenizer import Tokenizer
 
 SEPARATOR = "<|endoftext|>"
@@ -60,7 +60,8 @@ def read_documents(path: Path) -> Iterator[str]:
                 else:
                     lines.append(line)
     except (OSError, lzma.LZMAError, UnicodeDecodeError, EOFError) as error:
-        raise ConfigError(f"text: cannot read {path}: {error}") from error
+        allowed = f"UTF-8 text in a .txt or .txt.xz file ({reason(error)})"
+        raise refuse(ConfigError, "text", str(path), allowed) from error
     document = "".join(lines).strip("\n")
     if document:
         yield document
@@ -111,7 +112,7 @@ def tokenize(
     `progress` gets (what, share done).
     """
     if not path.is_file():
-        raise ConfigError(f"text: no such file: {path}")
+        raise refuse(ConfigError, "text", str(path), "a .txt or .txt.xz file (no such file)")
     backend = tokenizer.backend.to_str()
     separator = separator_id(tokenizer)
     key = hashlib.sha256(path.read_bytes() + backend.encode() + str(separator).encode()).hexdigest()

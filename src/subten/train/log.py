@@ -11,6 +11,8 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from subten.core import ConfigError, reason, refuse
+
 logger = logging.getLogger(__name__)
 
 
@@ -31,8 +33,12 @@ class RunLog:
         self._task: TaskID | None = None
         if is_silent:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a" if append else "w", encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a" if append else "w", encoding="utf-8")
+        except OSError as error:
+            allowed = f"a writable file ({reason(error)})"
+            raise refuse(ConfigError, "json", str(path), allowed) from error
         console = Console(stderr=True)
         if console.is_terminal:
             columns = (

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from subten.core import CheckpointError, ConfigError
+from subten.core import CheckpointError, ConfigError, reason, refuse
 from subten.tokenizer import Tokenizer
 from subten.train.config import TrainConfig
 from subten.train.data import (
@@ -123,7 +123,8 @@ def _whole_text(path: Path, tokenizer: Tokenizer) -> Array:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"test_text: cannot read {path}: {error}") from error
+        allowed = f"a UTF-8 text file ({reason(error)})"
+        raise refuse(ConfigError, "test_text", str(path), allowed) from error
     ids = [token_id for piece in split_document(text) for token_id in tokenizer.encode_part(piece)]
     if len(ids) < 2:
         raise ConfigError(f"test_text: {path} has {len(ids)} tokens; allowed: at least 2")

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from subten.core import ConfigError
+from subten.core import ConfigError, reason, refuse
 from subten.device import gpu_name
 from subten.train import evaluate
 from subten.train.config import TrainConfig
@@ -46,7 +46,11 @@ def main(config: TrainConfig) -> dict[str, Any]:
     """
     start_s = time.perf_counter()
     world = join_world(config.device)
-    config.out.mkdir(parents=True, exist_ok=True)
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        allowed = f"a folder that can be made ({reason(error)})"
+        raise refuse(ConfigError, "out", str(config.out), allowed) from error
     log = RunLog(
         config.log_file,
         log_seconds=config.log_seconds,

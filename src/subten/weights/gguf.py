@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from gguf import GGUFReader, ReaderTensor, dequantize
 
-from subten.core import CheckpointError
+from subten.core import CheckpointError, reason
 from subten.tokenizer import Tokenizer
 
+_MAGIC = b"GGUF"
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -192,9 +193,17 @@ def read_gguf(path: str | Path) -> GGUFCheckpoint:
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file")
     try:
+        with path.open("rb") as stream:
+            is_gguf = stream.read(len(_MAGIC)) == _MAGIC
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: cannot be read ({reason(error)})") from error
+    if not is_gguf:
+        raise CheckpointError(f"{path.name}: no GGUF file, which would begin with GGUF")
+    try:
         reader = GGUFReader(path)
     except (ValueError, IndexError, KeyError, OverflowError, MemoryError, OSError) as error:
-        raise CheckpointError(f"{path.name}: damaged or truncated GGUF file: {error}") from error
+        # Whatever the reader says of its arrays, it was told a wrong length or number.
+        raise CheckpointError(f"{path.name}: damaged or truncated GGUF file") from error
     return GGUFCheckpoint(path, reader)
 
 
