@@ -5,8 +5,11 @@ Letters: N rows, D head_dim, G groups of a row.
 
 from __future__ import annotations
 
+import copy
 import itertools
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import hypothesis
 import pytest
@@ -100,6 +103,15 @@ def test_rotation_refuses_and_names_the_way_out(name: str, head_dim: int) -> Non
     with pytest.raises(ConfigError, match=rf"{name}: got {head_dim}; .* multiple of 16.*int4_g32"):
         kv_format(name, head_dim)
     assert kv_format("int4_g32", head_dim).head_dim == head_dim
+
+
+def test_a_copy_of_a_format_has_the_same_codec() -> None:
+    """What Triton makes of a function for a GPU holds a lock, which cannot be copied."""
+    codec = replace(INT4_G32, device_encode=threading.RLock())
+    fmt = replace(kv_format("int4_g32", 64), codec=codec)
+    copied = copy.deepcopy(fmt)
+    assert copied.codec is codec
+    assert copied == fmt
 
 
 def test_every_head_dim_works_or_is_refused() -> None:

@@ -16,6 +16,7 @@ LAYERS = {
     "core": 0,
     "config": 0,
     "device": 0,
+    "files": 0,
     "tokenizer": 0,
     # It stands in for a library, so that codecs may import it as they may import Triton.
     "kernels.triton_shim": 0,
@@ -36,6 +37,7 @@ SAME_LAYER = {
     ("config", "core"),
     ("device", "core"),
     ("tokenizer", "core"),
+    ("kernels.triton_shim", "core"),
     ("kernels", "codecs"),
     ("weights", "models"),
     ("calibration", "models"),
@@ -48,6 +50,7 @@ SAME_LAYER = {
 WITHOUT_TORCH = (
     "core",
     "config",
+    "files",
     "tokenizer",
     "cache.allocator",
     "cache.plane_plan",

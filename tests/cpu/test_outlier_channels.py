@@ -35,7 +35,7 @@ def calibration(
     tokens = torch.randint(VOCAB, (300,), generator=generator).tolist()
     found = calibrate_keys(loaded.model, tokens, folder=None)
     found.apply(loaded.model)
-    monkeypatch.setattr(LLM, "_calibrate", lambda _llm: found)
+    monkeypatch.setattr(LLM, "_calibrate", lambda *_: found)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from serving import is_running
 
 from subten.config import EngineConfig
 from subten.core import ConfigError
-from subten.serve import ipc, supervisor
+from subten.serve import ipc
 from subten.serve.supervisor import EngineState, Supervisor, WatchLimits
 
 ENGINE = """
@@ -88,7 +89,7 @@ class Lives:
 
 @pytest.fixture(autouse=True)
 def _engines_find_subten(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(supervisor.__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
 
 
 def run(lives: Lives, test: Callable[[], Awaitable[None]]) -> None:

@@ -63,6 +63,10 @@ class KVCodec:
     device_decode: Any
     tables: Callable[[torch.device], torch.Tensor] | None = None
 
+    def __deepcopy__(self, _memo: object) -> KVCodec:
+        """Itself: there is one of each, and Triton's functions cannot be copied."""
+        return self
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVFormat:
