@@ -350,7 +350,7 @@ def test_kernels_of_a_shape_add_their_records_to_a_file(run, tmp_path):
         (["--shape", "tiny-qwen3", "--dtype", "fp64"], "dtype: got 'fp64'; allowed"),
         (["--shape", "tiny-qwen3", "--num-steps", "0"], "num_steps: got 0; allowed"),
         (["--shape", "tiny-qwen3", "--num-iters", "3"], "num_iters: got 3; allowed: no value"),
-        (["--shape", "tiny-qwen3", "--model", "m"], "model, shape: got 'both'; allowed"),
+        (["--shape", "tiny-qwen3", "--model", "m"], "model, shape: got both; allowed"),
         (["--context-len", "8"], "context_len: got '8'; allowed: a value with --shape"),
         (["--batch-size", "1,2"], "batch_size: got '1,2'; allowed: one integer"),
     ],
