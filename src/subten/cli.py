@@ -48,7 +48,9 @@ if TYPE_CHECKING:
     from subten.engine.llm import LLM
 
 app = new_app()
-MaxTokensOption = Annotated[int, typer.Option("--max-tokens", help="Most tokens of the answer.")]
+MaxTokensOption = Annotated[
+    int, typer.Option("--max-tokens", help="The answer has at most so many tokens.")
+]
 TemperatureOption = Annotated[
     float, typer.Option("--temperature", help="0 takes the most likely token each time.")
 ]

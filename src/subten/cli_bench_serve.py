@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ from subten.cli_options import check_json_file, progress, report
 from subten.config import API_KEY_VARIABLE, env_api_key
 from subten.core import ConfigError, refuse
 
-INSTALL = "pip install 'subten[serve]'"
+INSTALL = f"{sys.executable} -m pip install 'subten[serve]'"
 
 
 def bench_serve(

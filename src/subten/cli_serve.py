@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +30,7 @@ from subten.cli_options import (
 from subten.config import API_KEY_VARIABLE, EngineConfig, env_api_key
 from subten.core import ConfigError, reason, refuse
 
-INSTALL = "pip install 'subten[serve]'"
+INSTALL = f"{sys.executable} -m pip install 'subten[serve]'"
 
 
 def register(app: typer.Typer) -> None:
@@ -131,7 +132,11 @@ def serve(
         ),
     ] = "auto",
     max_queued_requests: Annotated[
-        int, typer.Option("--max-queued-requests", help="More than these get 429.")
+        int,
+        typer.Option(
+            "--max-queued-requests",
+            help="Requests that may wait; further ones are refused with 429.",
+        ),
     ] = 256,
     drain_timeout: Annotated[
         float, typer.Option("--drain-timeout", help="Seconds for answers to end after SIGTERM.")
@@ -175,7 +180,10 @@ def serve(
     dtype: DtypeOption = "auto",
     quantization: QuantizationOption = "none",
     quantize_head: QuantizeHeadOption = True,
-    seed: Annotated[int, typer.Option("--seed", help="Of the engine.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option("--seed", help="Seed of the engine; requests that name none draw their own."),
+    ] = 0,
     config: Annotated[  # noqa: ARG001 - read before the options are parsed
         Path | None,
         typer.Option("--config", metavar="FILE", help="YAML file with any of these options."),

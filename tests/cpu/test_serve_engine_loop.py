@@ -13,6 +13,7 @@ pytest.importorskip("msgspec")
 from scripted import ScriptedModel, byte_tokenizer, fake_loaded
 
 from subten import device
+from subten.config import EngineConfig
 from subten.core import FinishReason, SamplingParams
 from subten.engine.llm import LLM
 from subten.serve import engine_loop, engine_process, ipc
@@ -100,7 +101,9 @@ def test_the_process_ends_without_the_libraries_own_end(monkeypatch, caplog, err
     def end(code: int) -> None:
         raise SystemExit(code)
 
-    for name in ("channel_from_arguments", "first_message", "_measure_roof", "_load"):
+    start = ipc.Start(model="x", config=EngineConfig(device="cpu"))
+    monkeypatch.setattr(engine_process, "first_message", lambda _channel: start)
+    for name in ("channel_from_arguments", "_source", "_check", "_measure_roof", "_load"):
         monkeypatch.setattr(engine_process, name, lambda *_args: None)
     monkeypatch.setattr(engine_process, "serve", serve)
     monkeypatch.setattr(engine_process.logging, "shutdown", lambda: None)
