@@ -37,7 +37,6 @@ from subten.cli_options import (
     progress,
     resolve_model,
 )
-from subten.config import let_threads_sleep
 from subten.core import RequestError, SamplingParams, refuse
 from subten.train.__main__ import make_command
 
@@ -408,7 +407,6 @@ def _completion_dict(llm: LLM, completion: Completion, model: str) -> dict[str, 
 
 def main() -> None:
     """Entry point of the `subten` command."""
-    let_threads_sleep()
     app(prog_name="subten")
 
 

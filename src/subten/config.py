@@ -205,22 +205,6 @@ def cache_dir() -> Path:
     return Path(base) / "subten"
 
 
-OPENMP_SPINS = "1000"
-"""How often a thread of GNU OpenMP looks for work before it sleeps; by itself 300,000 times, some
-milliseconds at each barrier, for which it holds a core that another process may need."""
-
-
-def let_threads_sleep() -> None:
-    """Before torch is loaded: threads of a CPU's products wait shortly, unless the user says how.
-
-    `subten generate` of the demo model on two cores: 66 ms a token instead of 62 where they are
-    free, beside a busy process 120 instead of 360 to 1,440. Processes started by this one inherit
-    it.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)
-
-
 API_KEY_VARIABLE = "SUBTEN_API_KEY"
 
 

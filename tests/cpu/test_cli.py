@@ -18,7 +18,6 @@ from subten import cli, cli_bench
 from subten.bench.shapes import SHAPES
 from subten.cli import app
 from subten.codecs import CODECS
-from subten.config import OPENMP_SPINS
 from subten.core import ConfigError
 from subten.device import detect
 
@@ -397,26 +396,6 @@ def test_an_error_leaves_the_process_with_code_2_and_no_traceback(model):
     assert done.stdout == ""
     assert done.stderr.startswith("subten: error: prompt: got ''")
     assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        ({}, {"GOMP_SPINCOUNT": OPENMP_SPINS}),
-        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
-        ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
-    ],
-)
-def test_threads_sleep_unless_the_user_says_how_they_wait(given, found):
-    """Said before torch, which reads it, is loaded."""
-    code = "import sys, os; from subten.cli import main; sys.argv = ['subten', '--version']\n"
-    code += "try: main()\nexcept SystemExit: pass\n"
-    code += "print({k: v for k, v in os.environ.items() if 'OMP' in k}, 'torch' in sys.modules)"
-    env = {k: v for k, v in os.environ.items() if "OMP" not in k} | given
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout.splitlines()[-1] == f"{found} False", done.stderr
 
 
 def test_info_lists_ops_and_codecs():
