@@ -46,7 +46,8 @@ def main() -> None:
     source = resolve_model("demo")
     runs = [timed_run(args) for _ in range(args.runs)]
     with LLM(source, kv_cache_dtype="bf16", device=args.device) as llm:
-        record = environment(llm.device)
+        command = " ".join(["python", "benchmarks/demo.py", *sys.argv[1:]])
+        record = environment(llm.device) | {"command": command}
         batch = compare_batch(llm, min(64, args.max_tokens))
     result = {
         "kind": "demo",

@@ -127,6 +127,8 @@ def test_tables_follow_from_the_results():
 
 def test_every_result_belongs_to_a_table_and_says_where_it_is_from():
     for result in load_tables().read_results(ROOT / "benchmarks" / "results"):
+        where = result.get("environment", result)
+        assert not str(where.get("commit", "")).endswith("-dirty"), result["file"]
         kinds = ("demo", "latency", "kv_quality", "train")
         records = ("decode_latency", "decode_kernels", "peer_latency")
         records += ("serve_overhead", "serve_jitter", "adaptive_attend", "sanitizer")
