@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ from subten.serve.errors import ApiError
 from subten.serve.generation import Generation, Generator, Job
 from subten.serve.logprobs import TokenTexts
 from subten.serve.metrics import Metrics
+from subten.serve.protocol import ChatBody, parse
 from subten.serve.settings import ServeConfig
 from subten.serve.strict_json import MAX_DEPTH, parse_object
 from subten.serve.supervisor import EngineState
@@ -515,3 +517,21 @@ def test_frames_of_a_stream_are_whole_json():
         assert data.count(b"\n") == 2
         extra = {"usage": None} if has_usage else {}
         assert json.loads(data[6:]) == head | {"choices": [choice]} | extra
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "came"),
+    [
+        ("temperature", -1, "-1"),
+        ("top_p", True, "true"),
+        ("n", 99, "99"),
+        ("tool_choice", "sometimes", '"sometimes"'),
+        ("stop", ["a"] * 20, "a list of 20"),
+        ("tools", {"a": 1, "b": 2}, "an object of 2"),
+        ("messages", "x" * 1000, "1002 characters"),
+    ],
+)
+def test_a_refused_field_is_told_with_what_came(field, value, came):
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], field: value}
+    with pytest.raises(ApiError, match=f"^{field}: .*; got {re.escape(came)}$"):
+        parse(ChatBody, body)

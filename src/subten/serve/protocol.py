@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -30,6 +31,9 @@ MAX_CHOICES = 128
 """Answers to one request: prompts times n."""
 
 MAX_METADATA = 16
+
+MAX_SHOWN = 64
+"""Characters of a value up to which an error repeats it."""
 
 
 def _at_most(max_length: int) -> BeforeValidator:
@@ -98,17 +102,30 @@ def parse(kind: type[AnyBody], value: dict[str, Any]) -> AnyBody:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False, include_input=False)
+        found = error.errors(include_url=False, include_context=False)
     paths = [_path(value, item) for item in found]
     # Of a union's alternatives the one that got furthest is what the client meant.
     ranks = [_rank(item, path) for item, path in zip(found, paths, strict=True)]
-    param = paths[ranks.index(max(ranks))]
+    chosen = ranks.index(max(ranks))
+    param, came = paths[chosen], _came(found[chosen])
     messages = [
         item["msg"]
         for item, path, rank in zip(found, paths, ranks, strict=True)
         if path == param and rank == max(ranks)
     ]
-    raise bad_field(param, "; or: ".join(dict.fromkeys(messages)))
+    raise bad_field(param, "; or: ".join(dict.fromkeys(messages)) + came)
+
+
+def _came(error: ErrorDetails) -> str:
+    """What stood there, as far as it is short."""
+    if error["type"] in ("missing", "extra_forbidden"):
+        return ""
+    came = error["input"]
+    if isinstance(came, list | dict):
+        what = "a list" if isinstance(came, list) else "an object"
+        return f"; got {what} of {len(came)}"
+    text = json.dumps(came)
+    return f"; got {text}" if len(text) <= MAX_SHOWN else f"; got {len(text)} characters"
 
 
 def _rank(error: ErrorDetails, path: str) -> tuple[bool, int, int]:
