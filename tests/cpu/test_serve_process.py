@@ -431,6 +431,14 @@ def test_an_address_is_held_while_a_model_loads(host):
         listener.listen(again)
 
 
+def test_an_address_is_no_name_to_look_up(monkeypatch):
+    monkeypatch.delattr(socket, "getaddrinfo")
+    with listener.bind("127.0.0.1", 0) as held:
+        assert held.getsockname()[0] == "127.0.0.1"
+    with pytest.raises(AttributeError):
+        listener.bind("localhost", 0)
+
+
 def test_one_request_that_fails_leaves_the_others(slow_server):
     server = slow_server
     stream = Stream(server, max_tokens=60)

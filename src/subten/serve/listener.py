@@ -44,6 +44,13 @@ def listen(sock: socket.socket) -> None:
 def _resolve(host: str, port: int, family: socket.AddressFamily) -> tuple[Any, ...]:
     name = host.strip("[]") or None
     try:
+        # An address is bound as it is: a server asks no resolver for what it knows.
+        socket.inet_pton(family, name or "")
+    except OSError:
+        pass
+    else:
+        return (name, port)
+    try:
         found = socket.getaddrinfo(name, port, family, socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "no host name"
