@@ -110,13 +110,21 @@ def test_odd_messages(server, messages):
     assert value["error"]["param"].startswith("messages")
 
 
-@pytest.mark.parametrize("num_chars", [MAX_MODEL_LEN, 5 * MAX_MODEL_LEN, 2**19])
+@pytest.mark.parametrize("num_chars", [MAX_MODEL_LEN, 5 * MAX_MODEL_LEN, 2**15])
 def test_chats_are_judged_by_their_tokens(server, num_chars):
     messages = [{"role": "user", "content": "a" * num_chars}]
     status, value = post(server, {"model": MODEL, "messages": messages}, "/v1/chat/completions")
     assert status == 400
     assert value["error"]["code"] == "context_length_exceeded"
     assert f"got {num_chars + len('user:') + 1} tokens" in value["error"]["message"]
+
+
+def test_a_chat_far_beyond_the_context_is_not_read(server):
+    messages = [{"role": "user", "content": "a" * 2**19}]
+    status, value = post(server, {"model": MODEL, "messages": messages}, "/v1/chat/completions")
+    assert status == 400
+    check_error(value)
+    assert "longer than 65536 characters" in value["error"]["message"]
 
 
 NUMBERS = {

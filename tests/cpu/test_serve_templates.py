@@ -28,7 +28,7 @@ from subten.serve.errors import ApiError
 from subten.serve.helper import Helper
 from subten.serve.helper_pool import HelperPool
 from subten.serve.settings import ServeConfig
-from subten.serve.templates import RENDER_S, ChatTemplates
+from subten.serve.templates import RENDER_S, ChatTemplates, max_text_chars
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 SLOW = "{% if 'slow' in messages[0].content %}"
@@ -263,3 +263,11 @@ def test_templates_that_take_all_they_may_leave_the_streams_of_others():
     assert gaps[len(gaps) // 2] < 2 * STEP_S * 1e3
     # On its loop each would be a gap of a second; tools/soak/template_storm.py has the p99.
     assert gaps[-3] < RENDER_S * 1e3 / 2, gaps[-5:]
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "num_chars"),
+    [(1, 65536), (1024, 65536), (8192, 524288), (131072, 8388608), (10**7, 8388608)],
+)
+def test_how_long_a_prompt_s_text_may_be_follows_the_context(max_model_len, num_chars):
+    assert max_text_chars(max_model_len) == num_chars

@@ -26,7 +26,7 @@ from subten.serve.logs import set_up_logs
 from subten.serve.metrics import Metrics
 from subten.serve.settings import ServeConfig
 from subten.serve.supervisor import ENGINE_COMMAND, Supervisor, WatchLimits
-from subten.serve.templates import ChatTemplates
+from subten.serve.templates import ChatTemplates, max_text_chars
 from subten.serve.tool_calls import form_of
 from subten.tokenizer import Tokenizer
 
@@ -94,7 +94,9 @@ def make_context(
     templates = None
     if tokenizer is not None:
         tokenizer.chat_template = template or tokenizer.chat_template
-        templates = ChatTemplates(tokenizer, max_waiting=max_live)
+        templates = ChatTemplates(
+            tokenizer, max_chars=max_text_chars(info.max_model_len), max_waiting=max_live
+        )
     names = config.served_model_name or (_default_name(config.model),)
     metrics = Metrics(names[0], supervisor)
     supervisor.on_step = metrics.step_tokens.observe

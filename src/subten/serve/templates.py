@@ -17,10 +17,18 @@ logger = logging.getLogger(__name__)
 RENDER_S = 1.0
 NUM_PROCESSES = 2
 MAX_TEXT_CHARS = 2 * MAX_BODY_BYTES
-"""Of a prompt. What is shorter is judged by its tokens, of which some have a hundred characters."""
+MIN_TEXT_CHARS = 2**16
+CHARS_A_TOKEN = 64
+"""Of a prompt. What is shorter is judged by its tokens: prose has four to seven characters each, a
+run of spaces up to a hundred. A text of megabytes takes the event loop milliseconds."""
 _MODULE = "subten.serve.template_process"
 _OURS = frozenset({"messages", "tools", "add_generation_prompt"})
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def max_text_chars(max_model_len: int) -> int:
+    """Characters that a prompt may have where its context has `max_model_len` tokens."""
+    return min(MAX_TEXT_CHARS, max(MIN_TEXT_CHARS, CHARS_A_TOKEN * max_model_len))
 
 
 class ChatTemplates:
