@@ -44,16 +44,17 @@ def test_a_process_that_ends_while_it_writes_leaves_the_older_file(tmp_path, mon
     path = tmp_path / "latency.json"
     add_records(path, [record()])
     before = path.read_text(encoding="utf-8")
-    whole = Path.write_text
+    whole = Path.write_bytes
 
-    def killed(self, text, **options):
-        whole(self, text[:20], **options)
+    def killed(self, data):
+        whole(self, data[:20])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "write_text", killed)
+    monkeypatch.setattr(Path, "write_bytes", killed)
     with pytest.raises(KeyboardInterrupt):
         add_records(path, [record(batch_size=2)])
     assert path.read_text(encoding="utf-8") == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_names_of_weight_formats():

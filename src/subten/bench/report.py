@@ -9,6 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -19,6 +20,7 @@ from typing import Any
 from subten.config import env_commit
 from subten.core import ConfigError, reason, refuse
 from subten.device import Device
+from subten.files import write_whole
 
 
 def environment(device: Device) -> dict[str, Any]:
@@ -54,10 +56,11 @@ def write_json(path: Path, result: Mapping[str, Any] | Sequence[Any]) -> None:
     A file that was there is replaced whole or not at all, whenever the process may end.
     """
     text = json.dumps(result, indent=2, allow_nan=False) + "\n"
-    with _writing(path) as partial:
-        partial.write_text(text, encoding="utf-8")
-        if partial != path:
-            partial.replace(path)
+    with _refusals(path):
+        if _is_special(path):
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_whole(path, text.encode())
 
 
 def check_writable(path: Path) -> None:
@@ -65,21 +68,23 @@ def check_writable(path: Path) -> None:
 
     It tries, which makes the folders that the file lies in and leaves the file itself alone.
     """
-    with _writing(path) as partial:
-        if partial != path:
-            partial.touch()
-            partial.unlink()
-        elif path.is_dir():
+    with _refusals(path):
+        if path.is_dir():
             raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not _is_special(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryDirectory(dir=path.parent).cleanup()
+
+
+def _is_special(path: Path) -> bool:
+    """Whether it is a pipe or a device, which is written as it is."""
+    return path.exists() and not path.is_file()
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[Path]:
-    """What is written in place of `path`: a file beside it, or itself if it is a pipe or device."""
+def _refusals(path: Path) -> Iterator[None]:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        is_whole = path.is_file() or not path.exists()
-        yield path.with_name(f".{path.name}.partial") if is_whole else path
+        yield
     except OSError as error:
         allowed = f"a writable file ({reason(error)})"
         raise refuse(ConfigError, "json", str(path), allowed) from error

@@ -27,10 +27,10 @@ from subten.serve.streams import DONE, ChoiceFrame, EventStream, collect, event
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
 _MANY_ROWS = 100
-
+"""Log-probabilities of a piece from which it is written beside the event loop."""
 
 MAX_ECHOED_LOGPROBS = 2**18
-"""In all answers to a request; so many take 0.1 s to read, and 0.5 s beside the event loop."""
+"""In all answers to a request: the engine's message with those of a prompt is read in one go."""
 
 
 class _Echo:
