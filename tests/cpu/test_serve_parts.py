@@ -528,7 +528,8 @@ def test_frames_of_a_stream_are_whole_json():
         ("tool_choice", "sometimes", '"sometimes"'),
         ("stop", ["a"] * 20, "a list of 20"),
         ("tools", {"a": 1, "b": 2}, "an object of 2"),
-        ("messages", "x" * 1000, "1002 characters"),
+        ("n", -(10**400), "an integer of 401 digits"),
+        ("messages", "x" * 1000, "1000 characters"),
     ],
 )
 def test_a_refused_field_is_told_with_what_came(field, value, came):

@@ -124,8 +124,12 @@ def _came(error: ErrorDetails) -> str:
     if isinstance(came, list | dict):
         what = "a list" if isinstance(came, list) else "an object"
         return f"; got {what} of {len(came)}"
+    if isinstance(came, str) and len(came) > MAX_SHOWN:
+        return f"; got {len(came)} characters"
     text = json.dumps(came)
-    return f"; got {text}" if len(text) <= MAX_SHOWN else f"; got {len(text)} characters"
+    if isinstance(came, int) and len(text) > MAX_SHOWN:
+        return f"; got an integer of {len(text.lstrip('-'))} digits"
+    return f"; got {text}"
 
 
 def _rank(error: ErrorDetails, path: str) -> tuple[bool, int, int]:
